@@ -1,0 +1,33 @@
+"""Fast, certified conditioning of attention weights."""
+
+from ._backend import backends, explain_backend
+from ._status import Status
+from ._version import __version__
+from .condition import ConditionEstimate, condition_number
+from .heads import LayoutError, NoAttentionFound, find_attention, register_layout
+from .initialize import InitReport, conditioned_, random_
+from .orthogonalize import Certificate, certify, orthogonalize, semi_orthogonal, semi_orthogonal_
+from .verify import VerifyReport, verify
+
+__all__ = [
+    "Certificate",
+    "ConditionEstimate",
+    "InitReport",
+    "LayoutError",
+    "NoAttentionFound",
+    "Status",
+    "VerifyReport",
+    "__version__",
+    "backends",
+    "certify",
+    "condition_number",
+    "conditioned_",
+    "explain_backend",
+    "find_attention",
+    "orthogonalize",
+    "random_",
+    "register_layout",
+    "semi_orthogonal",
+    "semi_orthogonal_",
+    "verify",
+]

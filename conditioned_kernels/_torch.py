@@ -1,0 +1,330 @@
+"""The algorithms in plain torch: the CPU path, the fallback, and the readable statement.
+
+Inside this file a batch is ``(b, r, c)`` with ``r <= c``: the short axis first, as one attention head
+lies in an ``nn.Linear`` weight. Its Gram matrix is ``G = W W^H`` (r x r), and a tall input is a
+transposed view. u is the unit roundoff of the dtype that does the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ._status import Status
+
+CHUNK_BYTES = 64 << 20
+"""Workspace cap per batch chunk, in bytes of the working copy."""
+
+NEWTON_STEPS = 5
+"""Coupled Newton-Schulz steps in the working precision; with the last one in fp64 they take
+||I - r G / trace|| from 0.75 (Gaussian, r/c = 1/4) to 1e-11. fp64 input takes one more, see there."""
+
+GRAM_BLOCK = 64
+"""Columns per partial product in :func:`gram_blocked`; sets its error bound."""
+
+_WORK = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.complex64: torch.complex64,
+    torch.complex128: torch.complex128,
+}
+_WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+"""The next working precision when a certificate fails."""
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """fp32 matrix products in fp32, whatever the process-wide TF32 and bf16 switches say; restores them."""
+    switches = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [switch.fp32_precision for switch in switches]
+    changed = [switch for switch, value in zip(switches, before, strict=True) if value not in ("ieee", "none")]
+    if not changed:
+        yield
+        return
+    try:
+        for switch in changed:
+            switch.fp32_precision = "ieee"
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            if switch in changed:
+                switch.fp32_precision = value
+
+
+def residual_tolerance(dtype: torch.dtype) -> float:
+    """Largest |Q Q^H - I| element a result in ``dtype`` may have before its final cast: 8 eps of the work dtype."""
+    return 8 * torch.finfo(_WORK[dtype]).eps
+
+
+def orthogonality_residual(q: Tensor) -> Tensor:
+    """max |Q Q^H - I| of each (b, r, c) matrix, r <= c, as a real tensor (b,)."""
+    gram = q @ q.mH
+    gram.diagonal(dim1=-2, dim2=-1).sub_(1)
+    return gram.abs().amax((-2, -1))
+
+
+def orthogonalize(weights: Tensor, method: str, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Write the orthogonal factor of each matrix of ``weights`` to ``out``; return (residual, status), each (b,).
+
+    ``weights`` and ``out`` are (b, r, c) of one dtype, r <= c; ``out`` may be any strided view.
+    """
+    b, r, c = weights.shape
+    work = _WORK[weights.dtype]
+    residual = torch.zeros(b, dtype=work.to_real(), device=weights.device)
+    status = torch.zeros(b, dtype=torch.int8, device=weights.device)
+    step = max(1, CHUNK_BYTES // (r * c * work.itemsize))
+    with full_precision():
+        for start in range(0, b, step):
+            part = slice(start, start + step)
+            q = out[part] if out.dtype == work else torch.empty_like(out[part], dtype=work)
+            residual[part], status[part] = _orthogonalize_chunk(weights[part].to(work), method, q)
+            if out.dtype != work:
+                # The certificate belongs to what the caller gets, so it is measured after the cast.
+                residual[part] = orthogonality_residual(out[part].copy_(q).to(work))
+    return residual, status
+
+
+def _orthogonalize_chunk(w: Tensor, method: str, q: Tensor) -> tuple[Tensor, Tensor]:
+    """One Gram pass for all; what its certificate refuses goes, as a smaller batch, to the careful path."""
+    torch.bmm(_FACTORS[method](w @ w.mH), w, out=q)
+    residual = orthogonality_residual(q)
+    status = torch.zeros(w.shape[0], dtype=torch.int8, device=w.device)
+    index = (~(residual <= residual_tolerance(w.dtype))).nonzero().flatten()
+    if index.numel():
+        q[index], residual[index], status[index] = _careful(w[index], q[index], residual[index], method)
+    return residual, status
+
+
+def _careful(w: Tensor, q: Tensor, residual: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Second Cholesky pass, then the Gram route in fp64, then Householder QR or the SVD in fp64.
+
+    A second pass on the first Q completes QR (CholeskyQR2, stable while the first residual is below
+    1/2), since R factors compose. It does not give the polar factor of ``w``, whose error would stay
+    eps kappa^2, so "polar" goes straight to fp64. fp64 takes the place of shifted CholeskyQR3: it
+    reaches kappa 1e7 in one pass, which is all that float32 input can hold.
+    """
+    wide = _WIDE.get(w.dtype, w.dtype)
+    stages: list[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = []
+    if method == "qr":
+        q = torch.where((residual < 0.5)[:, None, None], q, torch.nan)
+        stages.append(lambda _, q: _gram_pass(q, _inverse_cholesky))
+    if wide != w.dtype:
+        stages.append(lambda w, _: _gram_pass(_scaled(w.to(wide)), _WIDE_FACTORS[method]))
+    stages.append(lambda w, _: _LAPACK[method](_scaled(w.to(wide))))
+    status = torch.full((w.shape[0],), int(Status.TOLERANCE_NOT_MET), dtype=torch.int8, device=w.device)
+    for stage in stages:
+        index = (status == Status.TOLERANCE_NOT_MET).nonzero().flatten()
+        if not index.numel():
+            break
+        result, state = stage(w[index], q[index])
+        q[index] = result.to(q.dtype)
+        residual[index] = orthogonality_residual(q[index])
+        open_ = (state == Status.CONVERGED) & ~(residual[index] <= residual_tolerance(w.dtype))
+        status[index] = torch.where(open_, int(Status.TOLERANCE_NOT_MET), state)
+    return q, residual, status
+
+
+def _gram_pass(w: Tensor, factor: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    # LAPACK's eigensolver raises for the whole batch on one NaN, so those matrices are factored as zeros and refused.
+    finite = w.isfinite().all(-1).all(-1)
+    safe = torch.where(finite[:, None, None], w, 0)
+    q = factor(safe @ safe.mH) @ safe
+    return q, torch.zeros(w.shape[0], dtype=torch.int8, device=w.device)
+
+
+def _inverse_sqrt_newton(gram: Tensor) -> Tensor:
+    """G^(-1/2) by the coupled Newton-Schulz iteration (Higham, Functions of Matrices, eq. 6.35).
+
+    Scaled by trace/r, it converges while lambda_max < 3 trace/r, which holds for every matrix whose
+    kappa is small enough for a single pass; elsewhere it diverges and the certificate refuses.
+    In fp32 it stops at about 2e-6 for r = 64, so a last uncoupled step in fp64 squares that error.
+    """
+    r = gram.shape[-1]
+    mean = gram.diagonal(dim1=-2, dim2=-1).sum(-1).div(r)[:, None, None]
+    y = gram / mean
+    exact = y.to(_WIDE.get(gram.dtype, gram.dtype))
+    identity = torch.eye(r, dtype=gram.dtype, device=gram.device).expand_as(gram)
+    z = torch.baddbmm(identity, identity, y, beta=1.5, alpha=-0.5)
+    y = y @ z
+    for step in range(1, NEWTON_STEPS):
+        update = torch.baddbmm(identity, z, y, beta=1.5, alpha=-0.5)
+        z = update @ z
+        if step + 1 < NEWTON_STEPS:
+            y = y @ update
+    z = z.to(exact.dtype)
+    z = torch.baddbmm(z, z @ exact @ z, z, beta=1.5, alpha=-0.5).to(gram.dtype)
+    return z.mul_(mean.rsqrt())
+
+
+def _inverse_cholesky(gram: Tensor) -> Tensor:
+    """L^-1 with G = L L^H, so that L^-1 W is the Q of Householder QR of W^H with a positive diagonal of R."""
+    lower, info = torch.linalg.cholesky_ex(gram)
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
+    inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
+    return torch.where((info == 0)[:, None, None], inverse, torch.nan)
+
+
+def _inverse_sqrt_eigh(gram: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(gram)
+    return (vectors * values.clamp_min(0).rsqrt()[..., None, :]) @ vectors.mH
+
+
+_FACTORS: dict[str, Callable[[Tensor], Tensor]] = {"polar": _inverse_sqrt_newton, "qr": _inverse_cholesky}
+_WIDE_FACTORS: dict[str, Callable[[Tensor], Tensor]] = {"polar": _inverse_sqrt_eigh, "qr": _inverse_cholesky}
+
+
+def _scaled(w: Tensor) -> Tensor:
+    """Each matrix times the power of two that brings its largest element to [1/2, 1); zero and non-finite stay."""
+    largest = w.abs().amax((-2, -1))
+    exponent = torch.frexp(torch.where(largest.isfinite(), largest, 1))[1]
+    # Two steps, because 2^1074 (the smallest fp64 denormal) is no float64 itself.
+    half, one = exponent // 2, torch.ones_like(largest)
+    return w * torch.ldexp(one, -half)[:, None, None] * torch.ldexp(one, half - exponent)[:, None, None]
+
+
+def _lapack_status(w: Tensor, deficient: Tensor) -> Tensor:
+    status = torch.zeros(w.shape[0], dtype=torch.int8, device=w.device)
+    status[deficient] = int(Status.RANK_DEFICIENT)
+    status[(w == 0).all(-1).all(-1)] = int(Status.ZERO_MATRIX)
+    return status
+
+
+def _polar_svd(w: Tensor) -> tuple[Tensor, Tensor]:
+    """U V^H over the non-zero singular values: the partial isometry, 0 for the zero matrix."""
+    finite = w.isfinite().all(-1).all(-1)
+    u, s, vh = torch.linalg.svd(torch.where(finite[:, None, None], w, 0), full_matrices=False)
+    keep = s > rank_threshold(w.shape[-1], s)
+    status = _lapack_status(w, ~keep.all(-1))
+    return _blank(finite, (u * keep[:, None, :]) @ vh, status)
+
+
+def _householder(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Householder QR of W^H with the sign fix; a rank-deficient matrix gets a completed orthonormal basis."""
+    finite = w.isfinite().all(-1).all(-1)
+    q, r = torch.linalg.qr(torch.where(finite[:, None, None], w, 0).mH)
+    diagonal = r.diagonal(dim1=-2, dim2=-1)
+    phase = torch.where(diagonal == 0, 1, diagonal.sgn())
+    values = torch.linalg.svdvals(r)
+    status = _lapack_status(w, (values <= rank_threshold(w.shape[-1], values)).any(-1))
+    return _blank(finite, (q * phase[:, None, :]).mH, status)
+
+
+def _blank(finite: Tensor, q: Tensor, status: Tensor) -> tuple[Tensor, Tensor]:
+    status[~finite] = int(Status.NON_FINITE)
+    return torch.where(finite[:, None, None], q, torch.nan), status
+
+
+_LAPACK = {"polar": _polar_svd, "qr": _householder}
+
+
+def rank_threshold(cols: int, singular_values: Tensor) -> Tensor:
+    """max(rows, cols) * eps * sigma_max, (b, 1): at or below it a computed singular value is noise."""
+    return cols * torch.finfo(singular_values.dtype).eps * singular_values[:, :1]
+
+
+def gram_blocked(w: Tensor) -> Tensor:
+    """W W^H, summed over column blocks so that its rounding error has the bound of :func:`gram_error`."""
+    gram = w[:, :, :GRAM_BLOCK] @ w[:, :, :GRAM_BLOCK].mH
+    for start in range(GRAM_BLOCK, w.shape[-1], GRAM_BLOCK):
+        block = w[:, :, start : start + GRAM_BLOCK]
+        gram.baddbmm_(block, block.mH)
+    return gram
+
+
+def gram_error(gram: Tensor, cols: int) -> Tensor:
+    """delta with |lambda_i(computed G) - lambda_i(W W^H)| <= delta, plus the eigensolver's own backward error.
+
+    An inner product of k terms in any order has |error| <= k u sum |x||y| (Higham, Accuracy and
+    Stability, section 3.1), here k = GRAM_BLOCK + number of blocks; and || |W||W|^H ||_2 <= trace G.
+    Complex products have twice the terms and a factor sqrt(2). LAPACK's eigenvalues are good to
+    about r u ||G||, and ||G|| <= trace G.
+    """
+    r = gram.shape[-1]
+    terms = min(cols, GRAM_BLOCK) + -(-cols // GRAM_BLOCK) + 1
+    unit = torch.finfo(gram.dtype).eps / 2
+    factor = 3 if gram.is_complex() else 1
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).real
+    norm = torch.linalg.matrix_norm(gram)
+    return factor * unit * (1.01 * terms * trace + r * norm)
+
+
+def spectrum(weights: Tensor, rtol: float) -> tuple[Tensor, Tensor]:
+    """Extreme singular values of each (b, r, c) matrix, r <= c, with certified intervals.
+
+    Returns (values, status): values is float64 (6, b), sigma_max, its low, its high, sigma_min, its low,
+    its high. Three levels, each for what the one before left wider than 1 + rtol: the Gram matrix in
+    the working precision, the Gram matrix in fp64, the SVD in fp64.
+    """
+    b, r, c = weights.shape
+    values = torch.zeros(6, b, dtype=torch.float64, device=weights.device)
+    status = torch.full((b,), int(Status.TOLERANCE_NOT_MET), dtype=torch.int8, device=weights.device)
+    work = _WORK[weights.dtype]
+    step = max(1, CHUNK_BYTES // max(1, r * c * work.itemsize))
+    with full_precision():
+        for start in range(0, b, step):
+            part = slice(start, start + step)
+            values[:, part], status[part] = _spectrum_chunk(weights[part].to(work), rtol)
+    return values, status
+
+
+def _spectrum_chunk(w: Tensor, rtol: float) -> tuple[Tensor, Tensor]:
+    levels: list[Callable[[Tensor], Tensor]] = [_extremes_gram]
+    if w.dtype in _WIDE:
+        levels.append(lambda w: _extremes_gram(w.to(_WIDE[w.dtype])))
+    levels.append(lambda w: _extremes_svd(w.to(_WIDE.get(w.dtype, w.dtype))))
+    values = torch.empty(6, w.shape[0], dtype=torch.float64, device=w.device)
+    open_ = torch.arange(w.shape[0], device=w.device)
+    for level in levels:
+        values[:, open_] = level(w[open_] if len(open_) < w.shape[0] else w)
+        _, max_low, max_high, _, min_low, min_high = values[:, open_]
+        # NaN (overflow, underflow, non-finite input) compares False and so goes to the next level.
+        met = max_high * min_high <= (1 + rtol) * (max_low * min_low)
+        open_ = open_[~(met & (min_low > 0))]
+        if not open_.numel():
+            break
+    status = torch.zeros(w.shape[0], dtype=torch.int8, device=w.device)
+    status[open_] = int(Status.TOLERANCE_NOT_MET)
+    if open_.numel():
+        left = w[open_]
+        state = status[open_]
+        state[values[4, open_] <= 0] = int(Status.RANK_DEFICIENT)
+        state[(left == 0).all(-1).all(-1)] = int(Status.ZERO_MATRIX)
+        nonfinite = ~left.isfinite().all(-1).all(-1)
+        state[nonfinite] = int(Status.NON_FINITE)
+        values[:, open_[nonfinite]] = torch.nan
+        status[open_] = state
+    return values, status
+
+
+def _extremes_gram(w: Tensor) -> Tensor:
+    gram = gram_blocked(w)
+    delta = gram_error(gram, w.shape[-1]).double()
+    usable = delta.isfinite() & (delta > _smallest_gram_error(gram.dtype))
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    values = torch.linalg.eigvalsh(torch.where(usable[:, None, None], gram, identity)).double()
+    low, high = values[:, 0], values[:, -1]
+    spectrum = torch.stack((high, high - delta, high + delta, low, low - delta, low + delta)).clamp_min_(0).sqrt_()
+    return torch.where(usable, spectrum, torch.nan)
+
+
+def _smallest_gram_error(dtype: torch.dtype) -> float:
+    # Products below the normal range are lost, at most tiny each; far below this delta they do not matter.
+    return torch.finfo(dtype).tiny * 2.0**40
+
+
+def _extremes_svd(w: Tensor) -> Tensor:
+    largest = w.abs().amax((-2, -1))
+    finite = largest.isfinite()
+    scaled = torch.where(finite[:, None, None], _scaled(w), 0)
+    values = torch.linalg.svdvals(scaled)
+    delta = rank_threshold(w.shape[-1], values)[:, 0]
+    high, low = values[:, 0], values[:, -1]
+    spectrum = torch.stack((high, high - delta, high + delta, low, low - delta, low + delta)).clamp_min_(0)
+    exponent = torch.frexp(torch.where(finite, largest, 1))[1]
+    half, one = exponent // 2, torch.ones_like(largest)
+    return spectrum * torch.ldexp(one, half) * torch.ldexp(one, exponent - half)

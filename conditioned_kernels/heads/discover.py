@@ -1,0 +1,206 @@
+"""Find every attention layer of a model, by class, and name what cannot be handled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from .families import FAMILIES, Family
+from .layout import LayoutError, LayoutFunction, Projection, from_views
+
+Where = Callable[[str, nn.Module], bool]
+
+WRAPPERS = {
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": "_checkpoint_wrapped_module",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper": "_checkpoint_wrapped_module",
+}
+"""Classes that wrap a module under a name which is not the user's. Matched by class, never by the name."""
+
+_CLASS_HINT = re.compile(r"attention|attn|mha(?![a-z])|multihead", re.IGNORECASE)
+_CHILD_HINTS = (
+    {"q_proj", "k_proj", "v_proj"},
+    {"query", "key", "value"},
+    {"to_q", "to_k", "to_v"},
+    {"wq", "wk", "wv"},
+    {"qkv"},
+    {"to_qkv"},
+    {"Wqkv"},
+    {"c_attn"},
+    {"query_key_value"},
+    {"qkv_proj"},
+)
+
+_REGISTERED: dict[type[nn.Module], LayoutFunction] = {}
+
+
+class NoAttentionFound(ValueError):
+    """The model has no attention layer of a known class."""
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention module: its name in the user's model, its family row's class, its projections."""
+
+    name: str
+    module: nn.Module
+    family: str
+    projections: tuple[Projection, ...]
+
+    def parameter_name(self, projection: Projection) -> str:
+        """The projection's weight, named from the root of the user's model."""
+        return f"{self.name}.{projection.parameter}" if self.name else projection.parameter
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """Every attention layer found, and everything left out with its reason.
+
+    Attributes
+    ----------
+    layers : in the order of the model's modules.
+    skipped : (name, reason) of known layers left out, by ``where``.
+    unknown : (name, reason) of modules that look like attention but have no layout.
+    """
+
+    layers: tuple[AttentionLayer, ...]
+    skipped: tuple[tuple[str, str], ...]
+    unknown: tuple[tuple[str, str], ...]
+
+
+def register_layout(cls: type[nn.Module], layout: LayoutFunction) -> None:
+    """Teach every later call where ``cls`` keeps its heads.
+
+    Parameters
+    ----------
+    cls : the attention class. Subclasses are covered while they keep its ``forward``.
+    layout : takes the module, returns ``{"q": view, "k": view, "v": view}``, strided views
+        (*heads, head_dim, in_features) of its parameters; or a tuple of
+        :class:`~conditioned_kernels.heads.Projection`. See ``conditioned-kernels probe`` to prove it right.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TypeError(f"cls must be a subclass of torch.nn.Module, got {cls!r}")
+    if not callable(layout):
+        raise TypeError(f"layout must be callable with a module, got {type(layout).__name__}")
+    _REGISTERED[cls] = layout
+
+
+def find_attention(
+    model: nn.Module, *, where: Where | None = None, layouts: Mapping[type[nn.Module], LayoutFunction] | None = None
+) -> Discovery:
+    """Every attention layer of ``model``.
+
+    Parameters
+    ----------
+    model : any module; compile, DDP, FSDP and checkpoint wrappers are looked through.
+    where : keeps the layers for which ``where(name, module)`` is true.
+    layouts : layout functions by class, for this call only; they go before registered ones and the family table.
+
+    Raises
+    ------
+    LayoutError
+        when a known class does not have the weights its layout says, with the module's name.
+    """
+    table = {**_REGISTERED, **(layouts or {})}
+    layers: list[AttentionLayer] = []
+    skipped: list[tuple[str, str]] = []
+    suspects: list[tuple[str, str]] = []
+    inside: tuple[str, ...] = ()
+    for name, module in named_modules(model):
+        if any(name == done or name.startswith(f"{done}." if done else "") for done in inside):
+            continue
+        family, layout, reason = _match(module, table)
+        if layout is None:
+            if reason or _looks_like_attention(module):
+                suspects.append((name, reason or f"class {_full_name(type(module))} has no layout"))
+            continue
+        inside += (name,)
+        if where is not None and not where(name, module):
+            skipped.append((name, "left out by where"))
+            continue
+        try:
+            found = layout(module)
+            projections = found if isinstance(found, tuple) else from_views(module, found)
+        except LayoutError as error:
+            raise LayoutError(f"{name or type(module).__name__}: {error}") from error
+        layers.append(AttentionLayer(name, module, family, projections))
+    unknown = [
+        (name, reason)
+        for name, reason in suspects
+        # A block that merely contains a known layer is explained by it.
+        if not any(done.startswith(f"{name}." if name else "") for done in inside)
+        # Of nested unknown modules, the innermost is the one to register.
+        and not any(other != name and other.startswith(f"{name}." if name else "") for other, _ in suspects)
+    ]
+    return Discovery(tuple(layers), tuple(skipped), tuple(unknown))
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``model.named_modules()``, each module once, without the wrappers and their name segments."""
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        module = unwrap(module)
+        if module in seen:
+            return
+        seen.add(module)
+        yield prefix, module
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from walk(child, f"{prefix}.{name}" if prefix else name)
+
+    return walk(model, "")
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside any nesting of :data:`WRAPPERS`."""
+    while True:
+        inner = next((WRAPPERS[name] for name in _lineage(type(module)) if name in WRAPPERS), None)
+        if inner is None:
+            return module
+        module = module._modules[inner]  # type: ignore[assignment]
+
+
+def _match(
+    module: nn.Module, table: Mapping[type[nn.Module], LayoutFunction]
+) -> tuple[str, LayoutFunction | None, str]:
+    """(family, layout, reason); a subclass counts as its base while it keeps the base's forward."""
+    cls = type(module)
+    for base in cls.__mro__:
+        layout: LayoutFunction | None = table.get(base)
+        if layout is None:
+            family = _BY_CLASS.get(_full_name(base))
+            layout = family.layout if family else None
+        if layout is None:
+            continue
+        if getattr(cls, "forward", None) is not getattr(base, "forward", None):
+            return (
+                "",
+                None,
+                f"class {_full_name(cls)} overrides the forward of {_full_name(base)}, so its layout is unknown",
+            )
+        return _full_name(base), layout, ""
+    return "", None, ""
+
+
+def _looks_like_attention(module: nn.Module) -> bool:
+    children = set(module._modules) | set(module._parameters)
+    hinted = bool(_CLASS_HINT.search(type(module).__name__)) or any(hint <= children for hint in _CHILD_HINTS)
+    return hinted and any(parameter.ndim >= 2 for parameter in module.parameters())
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _lineage(cls: type) -> list[str]:
+    return [_full_name(base) for base in cls.__mro__]
+
+
+_BY_CLASS: dict[str, Family] = {name: family for family in FAMILIES for name in family.classes}

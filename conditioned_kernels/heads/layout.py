@@ -1,0 +1,302 @@
+"""Where attention heads lie in stored weights: storage forms, as strided views that share the storage.
+
+A view turns one stored weight into ``(*heads, head_dim, in_features)``: head i of the paper is the transpose of
+``view(weight)[i]``. A layout turns one attention module into its projections, each a parameter name and a view.
+Views are data, so the same view serves a module's parameter, a fresh tensor of the same shape, or a tensor
+read from a file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class LayoutError(ValueError):
+    """A weight does not have the shape its layout says, or a layout does not describe its module."""
+
+
+class View(Protocol):
+    """Maps a stored weight to a view (*heads, head_dim, in_features) of it."""
+
+    def __call__(self, weight: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class HeadView:
+    """Split the output axis, then index the pieces.
+
+    Attributes
+    ----------
+    split : sizes the output axis is split into, the last one a head's rows.
+    index : applied to the split axes from the left.
+    input_major : the weight is stored (in, out), as transformers' Conv1D does, and not (out, in).
+    """
+
+    split: tuple[int, ...]
+    index: tuple[int | slice, ...] = ()
+    input_major: bool = False
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        matrix = as_matrix(weight)
+        if self.input_major:
+            matrix = matrix.mT
+        if math.prod(self.split) != matrix.shape[0]:
+            raise LayoutError(
+                f"expected {' x '.join(map(str, self.split))} = {math.prod(self.split)} output rows, got a weight of "
+                f"shape {tuple(weight.shape)} with {matrix.shape[0]}; the model's class has another layout than its "
+                "family row says, so register one with register_layout"
+            )
+        return matrix.unflatten(0, self.split)[self.index]
+
+
+@dataclass(frozen=True)
+class StridedView:
+    """A view given by numbers, as a user's layout function returns it: see :func:`from_views`."""
+
+    shape: tuple[int, ...]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        if tuple(weight.shape) != self.shape or not weight.is_contiguous():
+            raise LayoutError(f"expected a contiguous weight of shape {self.shape}, got {tuple(weight.shape)}")
+        return weight.as_strided(self.size, self.stride, weight.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The heads of one role in one stored weight.
+
+    Attributes
+    ----------
+    role : "q", "k" or "v"; "kv" for a low-rank factor that feeds both keys and values.
+    parameter : name of the weight relative to the attention module, e.g. "q_proj.weight".
+    view : maps the weight to (*heads, head_dim, in_features).
+    part : tells apart several projections of one role in one module, e.g. "rope" and "nope".
+    """
+
+    role: str
+    parameter: str
+    view: View
+    part: str = ""
+
+
+ROLES = ("q", "k", "v", "kv")
+
+
+class Layout(Protocol):
+    """Maps an attention module to its projections."""
+
+    def __call__(self, module: nn.Module) -> tuple[Projection, ...]: ...
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """One weight, one contiguous block of rows per role in the order of ``roles``; each block holds its heads in order.
+
+    ``heads``, ``kv_heads`` and ``head_dim`` are attribute paths on the module ("config.num_attention_heads").
+    With grouped heads (``kv_heads``) K and V are conditioned per K/V head. ``name`` is a submodule with a
+    ``weight``, or the weight itself. ``head_dim``, where given, is checked against the rows.
+    """
+
+    name: str
+    heads: str
+    kv_heads: str = ""
+    roles: str = "qkv"
+    input_major: bool = False
+    head_dim: str = ""
+
+    def __call__(self, module: nn.Module) -> tuple[Projection, ...]:
+        parameter = weight_name(self.name)
+        counts = [count(module, self.kv_heads if role != "q" and self.kv_heads else self.heads) for role in self.roles]
+        size = head_rows(module, parameter, sum(counts), self.head_dim, self.input_major)
+        starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+        return tuple(
+            Projection(role, parameter, HeadView((sum(counts), size), (slice(start, stop),), self.input_major))
+            for role, start, stop in zip(self.roles, starts, starts[1:], strict=False)
+        )
+
+
+@dataclass(frozen=True)
+class Separate:
+    """One weight per role, each as :class:`Blocked` with that role alone."""
+
+    heads: str
+    q: str = "q_proj"
+    k: str = "k_proj"
+    v: str = "v_proj"
+    kv_heads: str = ""
+    head_dim: str = ""
+
+    def __call__(self, module: nn.Module) -> tuple[Projection, ...]:
+        named = (("q", self.q), ("k", self.k), ("v", self.v))
+        return Joined(
+            tuple(Blocked(name, self.heads, self.kv_heads, role, head_dim=self.head_dim) for role, name in named)
+        )(module)
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """One weight, per head one block per role in the order of ``roles``: [q1 k1 v1 q2 k2 v2 ...].
+
+    A "-" among the roles is a block that is left alone, such as a gate.
+    """
+
+    name: str
+    heads: str
+    roles: str = "qkv"
+    head_dim: str = ""
+
+    def __call__(self, module: nn.Module) -> tuple[Projection, ...]:
+        parameter, heads, kinds = weight_name(self.name), count(module, self.heads), len(self.roles)
+        size = head_rows(module, parameter, heads * kinds, self.head_dim)
+        return tuple(
+            Projection(role, parameter, HeadView((heads, kinds, size), (slice(None), i)))
+            for i, role in enumerate(self.roles)
+            if role != "-"
+        )
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """One weight, per K/V head its query heads, then its key, then its value: [q.. k v, q.. k v, ...]."""
+
+    name: str
+    heads: str
+    kv_heads: str
+
+    def __call__(self, module: nn.Module) -> tuple[Projection, ...]:
+        parameter, groups = weight_name(self.name), count(module, self.kv_heads)
+        queries = divide(count(module, self.heads), groups, self.heads)
+        split = (groups, queries + 2, head_rows(module, parameter, groups * (queries + 2)))
+        return (
+            Projection("q", parameter, HeadView(split, (slice(None), slice(queries)))),
+            Projection("k", parameter, HeadView(split, (slice(None), queries))),
+            Projection("v", parameter, HeadView(split, (slice(None), queries + 1))),
+        )
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Several layouts in one module, such as a query weight beside a packed key/value weight."""
+
+    layouts: tuple[Layout, ...]
+
+    def __call__(self, module: nn.Module) -> tuple[Projection, ...]:
+        return tuple(projection for layout in self.layouts for projection in layout(module))
+
+
+@dataclass(frozen=True)
+class Choose:
+    """Takes the first layout whose attribute path is true on the module; the last one needs none ("")."""
+
+    options: tuple[tuple[str, Layout], ...]
+
+    def __call__(self, module: nn.Module) -> tuple[Projection, ...]:
+        for flag, layout in self.options:
+            if not flag or attribute(module, flag):
+                return layout(module)
+        raise LayoutError(f"{type(module).__name__} has none of the flags {[flag for flag, _ in self.options]} set")
+
+
+def from_views(module: nn.Module, views: Mapping[str, Tensor]) -> tuple[Projection, ...]:
+    """Projections from a user's ``{"q": view, "k": view, "v": view}``, each (*heads, head_dim, in_features).
+
+    Raises
+    ------
+    LayoutError
+        if a view is not a view of one of the module's parameters, does not have at least three dimensions,
+        has elements that share memory, or overlaps another view.
+    """
+    by_storage = {p.untyped_storage()._cdata: (name, p) for name, p in module.named_parameters()}
+    projections, seen = [], dict[str, Tensor]()
+    for role, view in views.items():
+        if role not in ROLES:
+            raise LayoutError(f"a layout's roles must be among {ROLES}, got {role!r}")
+        if not isinstance(view, Tensor) or view.ndim < 3:
+            raise LayoutError(
+                f"the layout's {role!r} must be a tensor (*heads, head_dim, in_features), 3 or more dimensions, got "
+                f"{tuple(view.shape) if isinstance(view, Tensor) else type(view).__name__}"
+            )
+        found = by_storage.get(view.untyped_storage()._cdata)
+        if found is None:
+            raise LayoutError(
+                f"the layout's {role!r} is not a view of a parameter of {type(module).__name__}: it must share "
+                "storage, so use view, unflatten, transpose and indexing, and no reshape, contiguous or to that copies"
+            )
+        name, parameter = found
+        offset = int(view.storage_offset() - parameter.storage_offset())
+        strided = StridedView(tuple(parameter.shape), tuple(view.shape), tuple(view.stride()), offset)
+        projections.append(Projection(role, name, strided))
+        marks = seen.setdefault(name, torch.zeros(parameter.shape, dtype=torch.int8, device="cpu"))
+        cover = projections[-1].view(marks)
+        cover.add_(1)
+        if int(marks.max()) > 1 or int(cover.sum()) != cover.numel():
+            raise LayoutError(f"the layout's {role!r} overlaps itself or another role inside {name!r}")
+    return tuple(projections)
+
+
+def as_matrix(weight: Tensor) -> Tensor:
+    """(out, in) view of a linear weight or of a 1x1 convolution's (out, in, 1, ...)."""
+    if weight.ndim > 2 and math.prod(weight.shape[2:]) == 1:
+        weight = weight.flatten(1)
+    if weight.ndim != 2:
+        raise LayoutError(f"expected a matrix (out, in) or a 1x1 convolution's weight, got shape {tuple(weight.shape)}")
+    return weight
+
+
+def attribute(module: object, path: str) -> object:
+    """``module.a.b`` for the path "a.b"."""
+    value = module
+    for name in path.split("."):
+        if not hasattr(value, name):
+            raise LayoutError(f"{type(module).__name__} has no attribute {path!r}, which its family row reads")
+        value = getattr(value, name)
+    return value
+
+
+def count(module: nn.Module, path: str) -> int:
+    value = attribute(module, path)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise LayoutError(f"{type(module).__name__}.{path} must be a positive integer, got {value!r}")
+    return value
+
+
+def weight_name(name: str) -> str:
+    return name if name.rpartition(".")[2].endswith("weight") else f"{name}.weight"
+
+
+def head_rows(module: nn.Module, parameter: str, heads: int, head_dim: str = "", input_major: bool = False) -> int:
+    """Rows of one head: the weight's output rows / heads, checked against the module's own head_dim if given."""
+    weight = attribute(module, parameter)
+    if not isinstance(weight, Tensor) or weight.ndim < 2:
+        shape = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise LayoutError(
+            f"expected {parameter!r} of {type(module).__name__} to be a weight matrix, got {shape}; a flat or empty "
+            "placeholder of a sharded model must be gathered first (FSDP1: summon_full_params; ZeRO-3: "
+            "GatheredParameters), or condition the model before it is wrapped"
+        )
+    rows = divide(weight.shape[1] if input_major else weight.shape[0], heads, f"output rows of {parameter}")
+    if head_dim and rows != count(module, head_dim):
+        raise LayoutError(
+            f"{parameter!r} of {type(module).__name__} has {rows} rows per head, but {head_dim} is "
+            f"{count(module, head_dim)}; this variant of the class is not known, so register its layout"
+        )
+    return rows
+
+
+def divide(total: int, parts: int, what: str) -> int:
+    if total % parts or not total:
+        raise LayoutError(f"{what}: {total} is not a positive multiple of {parts}, so the heads have no equal size")
+    return total // parts
+
+
+LayoutFunction = Callable[[nn.Module], "Mapping[str, Tensor] | tuple[Projection, ...]"]
+"""What a user registers: returns views by role, or projections."""

@@ -1,0 +1,7 @@
+"""Initialization schemes, one file each; all return an :class:`InitReport`."""
+
+from .conditioned import conditioned_
+from .init_report import InitReport, ProjectionReport
+from .random import random_
+
+__all__ = ["InitReport", "ProjectionReport", "conditioned_", "random_"]

@@ -1,0 +1,267 @@
+"""The one path every scheme takes: find the heads, check, compute everything, measure it, then write.
+
+Nothing is written before everything is computed, and a write that fails is undone, so a failing call
+leaves the model bit-identical.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from .. import _validate
+from ..condition import condition_number
+from ..heads.discover import AttentionLayer, Discovery, NoAttentionFound, Where, find_attention
+from ..heads.layout import LayoutError, LayoutFunction, Projection, attribute
+from .init_report import InitReport, ProjectionReport, stacked_rank
+
+MARK = "_conditioned_kernels"
+"""Attribute on a parameter this package has initialized; its value is the scheme's name."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One projection in one model, ready to be read and written.
+
+    Attributes
+    ----------
+    layer : the attention layer.
+    projection : which of its projections.
+    owner : the module that holds the weight, and ``attribute`` its name there.
+    name : the weight's name in the user's model.
+    """
+
+    layer: AttentionLayer
+    projection: Projection
+    owner: nn.Module
+    attribute: str
+    name: str
+
+    @property
+    def weight(self) -> Tensor:
+        """The stored weight; recomputed on each read where it is parametrized."""
+        return getattr(self.owner, self.attribute)
+
+    @property
+    def heads(self) -> Tensor:
+        """View (*heads, head_dim, in_features) of the weight."""
+        return self.projection.view(self.weight.detach())
+
+    @property
+    def stream_role(self) -> str:
+        """Role in the sample stream's key: the role, and the part where there is one."""
+        return f"{self.projection.role}.{self.projection.part}" if self.projection.part else self.projection.role
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a scheme makes of one target.
+
+    Attributes
+    ----------
+    heads : new values, shape of ``target.heads``, in any floating dtype; None leaves the projection alone.
+    made : in words, what they are, or why the projection was left alone.
+    gain : the singular value asked for; NaN if the scheme has none.
+    """
+
+    heads: Tensor | None
+    made: str
+    gain: float = math.nan
+
+
+Scheme = Callable[[Target], Draw]
+
+
+def apply_scheme(
+    model: nn.Module,
+    draw: Scheme,
+    *,
+    scheme: str,
+    seed: int,
+    where: Where | None,
+    layouts: Mapping[type[nn.Module], LayoutFunction] | None,
+    strict: bool,
+    include_frozen: bool,
+    overwrite: bool,
+) -> InitReport:
+    """Run ``draw`` on every projection of ``model`` and write the results. See ``conditioned_`` for the arguments."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    with torch.inference_mode(False), torch.no_grad():
+        found = locate(model, where=where, layouts=layouts, strict=strict)
+        targets = resolve(found)
+        for target in targets:
+            _check(target, include_frozen=include_frozen, overwrite=overwrite)
+        _check_disjoint(targets)
+        skipped, writes, touched = list(found.skipped), [], []
+        for target in targets:
+            drawn = draw(target)
+            if drawn.heads is None:
+                skipped.append((f"{target.name} ({target.projection.role})", drawn.made))
+                continue
+            heads = drawn.heads.to(target.weight.dtype)
+            writes.append((target, heads))
+            touched.append(measure(target, heads, made=drawn.made, gain=drawn.gain))
+        write_all(writes, scheme)
+    return InitReport(scheme, seed, tuple(touched), tuple(skipped), found.unknown)
+
+
+def locate(
+    model: nn.Module,
+    *,
+    where: Where | None,
+    layouts: Mapping[type[nn.Module], LayoutFunction] | None,
+    strict: bool,
+) -> Discovery:
+    """:func:`find_attention`, refusing a model without known attention and, if ``strict``, with unknown attention."""
+    found = find_attention(model, where=where, layouts=layouts)
+    unknown = "; ".join(f"{name or 'the model itself'}: {reason}" for name, reason in found.unknown)
+    remedy = (
+        "Tell where its heads are with layouts={Class: function} or register_layout(Class, function), where function "
+        "returns {'q': view, 'k': view, 'v': view}, each a strided view (heads, head_dim, in_features) of a parameter"
+    )
+    if found.unknown and strict:
+        raise NoAttentionFound(f"unknown attention: {unknown}. {remedy}; or pass strict=False to leave it alone")
+    if not found.layers:
+        reasons = (
+            unknown
+            or "; ".join(f"{name}: {reason}" for name, reason in found.skipped)
+            or "no module looks like attention"
+        )
+        message = f"no attention layer to initialize in {type(model).__name__} ({reasons}). {remedy}"
+        if strict:
+            raise NoAttentionFound(message)
+        warnings.warn(message, stacklevel=4)
+    return found
+
+
+def resolve(found: Discovery) -> list[Target]:
+    """The discovery's projections with the modules that own their weights."""
+    targets = []
+    for layer in found.layers:
+        for projection in layer.projections:
+            path, _, name = projection.parameter.rpartition(".")
+            owner = attribute(layer.module, path) if path else layer.module
+            if not isinstance(owner, nn.Module):
+                raise LayoutError(f"{layer.name}.{path} is no module")
+            targets.append(Target(layer, projection, owner, name, layer.parameter_name(projection)))
+    return targets
+
+
+def measure(target: Target, heads: Tensor, *, made: str, gain: float) -> ProjectionReport:
+    """kappa and singular values of ``heads`` (*heads, head_dim, in_features) as they are stored."""
+    flat = heads.reshape(-1, *heads.shape[-2:])
+    return ProjectionReport(
+        layer=target.layer.name,
+        parameter=target.name,
+        role=target.projection.role,
+        part=target.projection.part,
+        heads=flat.shape[0],
+        head_dim=flat.shape[1],
+        in_features=flat.shape[2],
+        dtype=heads.dtype,
+        made=made,
+        gain=gain,
+        estimate=condition_number(flat),
+        stacked_rank=stacked_rank(flat),
+    )
+
+
+def _check(target: Target, *, include_frozen: bool, overwrite: bool) -> None:
+    weight, name = target.weight, target.name
+    if any(cls.__name__ == "DTensor" for cls in type(weight).__mro__):
+        raise ValueError(f"{name} is a DTensor; sharded weights are not supported yet, so initialize before sharding")
+    _validate.floating(weight, name)
+    _validate.not_meta(weight, name)
+    try:
+        _validate.writable(target.heads, name)
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error}") from error
+    parametrized = parametrize.is_parametrized(target.owner, target.attribute)
+    if not parametrized and not weight.requires_grad and not include_frozen:
+        raise ValueError(
+            f"{name} is frozen (requires_grad=False), as the base of an adapter is; pass include_frozen=True to "
+            "initialize it all the same, or leave its layer out with where="
+        )
+    if getattr(weight, "_is_hf_initialized", False) and not hasattr(weight, MARK) and not overwrite:
+        raise ValueError(
+            f"{name} was loaded from a checkpoint (transformers marked it so), and initializing it would destroy "
+            "trained weights; pass overwrite=True if that is what you want"
+        )
+
+
+def _check_disjoint(targets: list[Target]) -> None:
+    """Refuse tied weights with two roles; two names for one weight cannot occur, since modules are visited once."""
+    claimed: dict[tuple[int, int], Target] = {}
+    for target in targets:
+        heads = target.heads
+        if parametrize.is_parametrized(target.owner, target.attribute) or heads.numel() == 0:
+            continue
+        for head in heads.reshape(-1, *heads.shape[-2:]).unbind(0):
+            place = (head.untyped_storage()._cdata, int(head.storage_offset()))
+            other = claimed.setdefault(place, target)
+            if other is not target:
+                raise ValueError(
+                    f"{target.name} ({target.projection.role}) shares its memory with {other.name} "
+                    f"({other.projection.role}); tied weights cannot be given two values, so untie them, or leave one "
+                    "layer out with where="
+                )
+
+
+def write_all(writes: list[tuple[Target, Tensor]], scheme: str) -> None:
+    """Write every target's new heads, and undo all of it if anything fails on the way."""
+    undo: list[tuple[Target, Tensor]] = []
+    try:
+        while writes:
+            target, heads = writes.pop(0)
+            undo.append((target, target.heads.clone()))
+            _write(target, heads)
+            del heads
+    except BaseException:
+        for target, old in reversed(undo):
+            _write(target, old)
+        raise
+    for target, _ in undo:
+        weight = target.weight
+        if isinstance(weight, nn.Parameter):
+            setattr(weight, MARK, scheme)
+            if any(cls.__module__.startswith("transformers.") for cls in type(target.layer.module).__mro__):
+                weight._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def _write(target: Target, heads: Tensor) -> None:
+    if not parametrize.is_parametrized(target.owner, target.attribute):
+        target.heads.copy_(heads)
+        return
+    # A parametrized weight is recomputed on each read, so writing into it is lost: assign, read back and compare.
+    whole = target.weight.detach().clone(memory_format=torch.contiguous_format)
+    target.projection.view(whole).copy_(heads)
+    try:
+        setattr(target.owner, target.attribute, whole)
+    except (NotImplementedError, RuntimeError, AttributeError) as error:
+        raise ValueError(
+            f"{target.name} is parametrized and cannot be assigned ({error}); initialize before registering the "
+            "parametrization, or give it a right_inverse"
+        ) from error
+    tolerance = 16 * torch.finfo(heads.dtype).eps * float(heads.abs().max())
+    if not torch.allclose(target.heads, heads, rtol=0, atol=tolerance):
+        raise ValueError(
+            f"{target.name} is parametrized and does not hold the assigned value (off by "
+            f"{float((target.heads - heads).abs().max()):.3g}); initialize before registering the parametrization"
+        )
+
+
+@contextmanager
+def named_errors(target: Target) -> Iterator[None]:
+    """Prefix the parameter's name to errors of the numerical functions."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise type(error)(f"{target.name} ({target.projection.role}): {error}") from error

@@ -1,0 +1,113 @@
+"""What an initialization did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..condition import ConditionEstimate
+
+
+@dataclass(frozen=True)
+class ProjectionReport:
+    """One projection of one layer, measured on the values in the model (or, for a dry run, those to be written).
+
+    Attributes
+    ----------
+    layer : the attention module's name in the user's model.
+    parameter : the weight's name in the user's model.
+    role : "q", "k", "v" or "kv"; ``part`` tells apart several of one role.
+    heads, head_dim, in_features : a head is (head_dim, in_features); K/V heads where they are grouped.
+    dtype : of the stored weight.
+    made : in words, what was written, e.g. "semi-orthogonal", "identity, block"; "" if only measured.
+    gain : the singular value asked for; NaN where the scheme has none.
+    estimate : sigma_max, sigma_min and kappa per head, shape (heads,), with brackets.
+    stacked_rank : exact rank of the stacked (heads*head_dim, in_features) weight where every row has at most one
+        non-zero, as an identity has; None elsewhere, since it is not measured.
+    """
+
+    layer: str
+    parameter: str
+    role: str
+    part: str
+    heads: int
+    head_dim: int
+    in_features: int
+    dtype: torch.dtype
+    made: str
+    gain: float
+    estimate: ConditionEstimate
+    stacked_rank: int | None
+
+    @property
+    def label(self) -> str:
+        """The role with its part: "q", "k.rope"."""
+        return f"{self.role}.{self.part}" if self.part else self.role
+
+
+@dataclass(frozen=True)
+class InitReport:
+    """What an initialization did to a model.
+
+    Attributes
+    ----------
+    scheme : its name.
+    seed : of the sample stream.
+    touched : one entry per projection written, in model order.
+    skipped : (name, reason) of layers or projections of known classes that were left alone.
+    unknown : (name, reason) of modules that look like attention but have no layout.
+    """
+
+    scheme: str
+    seed: int
+    touched: tuple[ProjectionReport, ...]
+    skipped: tuple[tuple[str, str], ...]
+    unknown: tuple[tuple[str, str], ...]
+
+    def rows(self) -> list[dict[str, object]]:
+        """One dict per head: layer, parameter, role, head, sigma_max, sigma_min, kappa, low, high. Reads the device."""
+        return head_rows(self.touched)
+
+    def __str__(self) -> str:
+        heads = sum(entry.heads for entry in self.touched)
+        lines = [
+            f"{self.scheme}, seed {self.seed}: {heads} head matrices in {len(self.touched)} projections of "
+            f"{len({entry.layer for entry in self.touched})} attention layers"
+        ]
+        for label in dict.fromkeys(entry.label for entry in self.touched):
+            entries = [entry for entry in self.touched if entry.label == label]
+            kappa = torch.cat([entry.estimate.kappa.cpu() for entry in entries])
+            sigma = torch.cat([entry.estimate.sigma_max.cpu() for entry in entries])
+            lines.append(
+                f"  {label}: {entries[0].made or 'measured'}, kappa {kappa.min():.6g} to {kappa.max():.6g}, "
+                f"sigma_max {sigma.min():.6g} to {sigma.max():.6g}"
+            )
+        lines += [f"  skipped {name}: {reason}" for name, reason in self.skipped]
+        lines += [f"  unknown {name}: {reason}" for name, reason in self.unknown]
+        return "\n".join(lines)
+
+
+def head_rows(entries: tuple[ProjectionReport, ...]) -> list[dict[str, object]]:
+    """Entries as one plain dict per head, for tables, CSV and JSON."""
+    rows: list[dict[str, object]] = []
+    for entry in entries:
+        measured = {
+            name: getattr(entry.estimate, name).reshape(-1).tolist()
+            for name in ("sigma_max", "sigma_min", "kappa", "low", "high")
+        }
+        for head in range(entry.heads):
+            rows.append(
+                {"layer": entry.layer, "parameter": entry.parameter, "role": entry.label, "head": head}
+                | {name: values[head] for name, values in measured.items()}
+            )
+    return rows
+
+
+def stacked_rank(heads: Tensor) -> int | None:
+    """Exact rank of the stacked weight if every row has at most one non-zero element, else None."""
+    rows = heads.reshape(-1, heads.shape[-1]) != 0
+    if rows.numel() == 0 or int(rows.sum(-1).max()) > 1:
+        return None
+    return int(rows.any(0).sum())

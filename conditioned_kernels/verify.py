@@ -1,0 +1,128 @@
+"""Does a model still hold what a conditioned initialization gave it?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from . import _validate
+from .heads.discover import Where
+from .heads.layout import LayoutFunction
+from .initialize.apply import locate, measure, resolve
+from .initialize.init_report import InitReport, ProjectionReport
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Outcome of :func:`verify`.
+
+    Attributes
+    ----------
+    measured : every projection looked at, as it is now.
+    failures : one sentence per projection that does not hold, naming the parameter, its role and its worst head.
+    unknown : (name, reason) of modules that look like attention but have no layout.
+    """
+
+    measured: tuple[ProjectionReport, ...]
+    failures: tuple[str, ...]
+    unknown: tuple[tuple[str, str], ...]
+
+    @property
+    def ok(self) -> bool:
+        """True if every projection holds."""
+        return not self.failures
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        held = f"{len(self.measured) - len(self.failures)} of {len(self.measured)} projections hold"
+        return "\n".join((held, *self.failures, *(f"unknown {name}: {reason}" for name, reason in self.unknown)))
+
+
+def sigma_tolerance(dtype: torch.dtype) -> float:
+    """Largest |sigma / gain - 1| a conditioned head may have in ``dtype``: eps, or 1e-5 where that is larger."""
+    return max(torch.finfo(dtype).eps, 1e-5 if dtype == torch.float32 else 0.0, 1e-12)
+
+
+def verify(
+    model: nn.Module,
+    report: InitReport | None = None,
+    *,
+    gain: float | str = "unit",
+    roles: str = "qkv",
+    where: Where | None = None,
+    layouts: Mapping[type[nn.Module], LayoutFunction] | None = None,
+    strict: bool = True,
+) -> VerifyReport:
+    """Check that every head's singular values all equal its gain.
+
+    The gain is checked and not only kappa, since a shard or a copy with kappa 1 can have the wrong scale. The
+    model is only read.
+
+    Parameters
+    ----------
+    model : as for :func:`conditioned_`.
+    report : what :func:`conditioned_` returned; its projections are checked, each against its own gain.
+    gain : without a report, the gain expected everywhere: "unit" for 1, a number, or "any" for kappa = 1 at
+        whatever scale each head has.
+    roles : without a report, the roles to check, e.g. "qk" after ``value="keep"``.
+    where, layouts, strict : as for :func:`conditioned_`.
+
+    Returns
+    -------
+    VerifyReport, true if everything holds within 1e-5 (float32), 1e-12 (float64) or eps of a half type.
+
+    Raises
+    ------
+    NoAttentionFound, LayoutError, TypeError, ValueError
+        as :func:`conditioned_`; ValueError if the report is of another model.
+    """
+    if not isinstance(gain, str):
+        _validate.positive(gain, "gain")
+    else:
+        _validate.choice(gain, "gain", ("unit", "any"))
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    wanted = {(entry.parameter, entry.label): entry.gain for entry in report.touched} if report else None
+    measured, failures = [], []
+    with torch.no_grad():
+        found = locate(model, where=where, layouts=layouts, strict=strict)
+        for target in resolve(found):
+            place = (target.name, target.stream_role)
+            if wanted is not None and place not in wanted:
+                continue
+            if wanted is None and target.projection.role not in roles:
+                continue
+            _validate.floating(target.weight, target.name)
+            _validate.not_meta(target.weight, target.name)
+            expected = wanted.pop(place) if wanted is not None else 1.0 if gain == "unit" else gain
+            entry = measure(target, target.heads, made="", gain=math.nan if expected == "any" else float(expected))
+            measured.append(entry)
+            if sentence := _failure(entry):
+                failures.append(sentence)
+    if wanted:
+        raise ValueError(
+            f"report is of another model: it has {', '.join(name for name, _ in wanted)}, this one does not"
+        )
+    return VerifyReport(tuple(measured), tuple(failures), found.unknown)
+
+
+def _failure(entry: ProjectionReport) -> str:
+    estimate, tolerance = entry.estimate, sigma_tolerance(entry.dtype)
+    gain = estimate.sigma_max if math.isnan(entry.gain) else entry.gain
+    off = torch.maximum((estimate.sigma_max / gain - 1).abs(), (estimate.sigma_min / gain - 1).abs()).nan_to_num(
+        math.inf
+    )
+    head = int(off.argmax())
+    if float(off[head]) <= tolerance:
+        return ""
+    return (
+        f"{entry.parameter} ({entry.label}): head {head} has sigma_max {float(estimate.sigma_max[head]):.6g}, "
+        f"sigma_min {float(estimate.sigma_min[head]):.6g}, kappa {float(estimate.kappa[head]):.6g}, expected "
+        f"{'equal singular values' if math.isnan(entry.gain) else f'{entry.gain:.6g}'} to {tolerance:.1g}"
+    )

@@ -1,0 +1,5 @@
+"""The package is pure Python; pyproject.toml has the rest."""
+
+from setuptools import setup
+
+setup()
