@@ -92,11 +92,8 @@ def certify(
     q = torch.empty(weights.shape, dtype=weights.dtype, device=place.device)
     batch = weights.shape[:-2]
     if weights.numel() == 0:
-        real = torch.empty(0, dtype=weights.dtype).abs().dtype
-        return q.to(weights.device), Certificate(
-            torch.zeros(batch, dtype=real, device=weights.device),
-            torch.zeros(batch, dtype=torch.int8, device=weights.device),
-        )
+        residual = torch.zeros(batch, dtype=weights.dtype.to_real(), device=weights.device)
+        return q.to(weights.device), Certificate(residual, torch.zeros_like(residual, dtype=torch.int8))
     with torch.no_grad():
         residual, status = _torch.orthogonalize(_short_first(weights.to(place.device)), method, _short_first(q))
     certificate = Certificate(residual.view(batch).to(weights.device), status.view(batch).to(weights.device))
