@@ -100,8 +100,8 @@ def condition_number(weights: Tensor, *, rtol: float = 1e-3, backend: str = "aut
     batch = weights.shape[:-2]
     if weights.numel() == 0:
         # Without elements there are no singular values; max over nothing / min over nothing is taken as 1.
-        empty = {"device": weights.device, "dtype": torch.int8}
-        return _estimate(torch.ones(9, math.prod(batch), **empty), torch.zeros(math.prod(batch), **empty), weights)
+        one = torch.ones(9, math.prod(batch), device=weights.device)
+        return _estimate(one, torch.zeros_like(one[0], dtype=torch.int8), weights)
     with torch.no_grad():
         values, status = _torch.spectrum(_short_first(weights.to(place.device)), rtol)
         top, top_low, top_high, bottom, bottom_low, bottom_high = values.unbind(0)
