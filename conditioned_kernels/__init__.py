@@ -4,7 +4,7 @@ from ._backend import backends, explain_backend
 from ._status import Status
 from ._version import __version__
 from .condition import ConditionEstimate, condition_number
-from .heads import LayoutError, NoAttentionFound, find_attention, register_layout
+from .heads import LayoutError, NoAttentionFound, find_attention, probe, register_layout
 from .initialize import InitReport, conditioned_, random_
 from .orthogonalize import Certificate, certify, orthogonalize, semi_orthogonal, semi_orthogonal_
 from .verify import VerifyReport, verify
@@ -25,6 +25,7 @@ __all__ = [
     "explain_backend",
     "find_attention",
     "orthogonalize",
+    "probe",
     "random_",
     "register_layout",
     "semi_orthogonal",

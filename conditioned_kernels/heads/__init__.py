@@ -3,6 +3,7 @@
 from .discover import AttentionLayer, Discovery, NoAttentionFound, find_attention, register_layout
 from .families import FAMILIES, Family
 from .layout import HeadView, LayoutError, Projection
+from .probe import ProbeReport, probe
 
 __all__ = [
     "FAMILIES",
@@ -12,7 +13,9 @@ __all__ = [
     "HeadView",
     "LayoutError",
     "NoAttentionFound",
+    "ProbeReport",
     "Projection",
     "find_attention",
+    "probe",
     "register_layout",
 ]
