@@ -29,7 +29,9 @@ def load() -> Extension:
         return Extension(False, False, "switched off by CK_NO_EXTENSION=1")
     library = find()
     if library is None:
-        return Extension(False, False, "not built; python -m conditioned_kernels.build compiles it (needs a C++ compiler)")
+        return Extension(
+            False, False, "not built; python -m conditioned_kernels.build compiles it (needs a C++ compiler)"
+        )
     record = _record(library)
     try:
         torch.ops.load_library(str(library))

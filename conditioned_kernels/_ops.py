@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _extension
+from . import _extension, _torch
 
 _NAMESPACE = "conditioned_kernels"
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
@@ -107,6 +107,18 @@ def spectrum_bracket(
 def philox_normal_(out: Tensor, key: int, head: int, element: int) -> None:
     """Fill ``out`` (heads, elements), float32, with stream version 1 from (head, element) on."""
     native().philox_normal_(out, key - (1 << 64) if key >= 1 << 63 else key, head, element)
+
+
+def _factor(gram: Tensor, method: str) -> Tensor:
+    return gram_factor(gram, method)[0]
+
+
+def _extremes(gram: Tensor, rounding: Tensor, rtol: float) -> Tensor:
+    return spectrum_bracket(gram, rounding, rtol, gram.shape[-1])[0].T
+
+
+SMALL_MATRIX = {"torch": _torch.SMALL_MATRIX, "extension": _torch.SmallMatrix(_factor, _extremes)}
+"""The r x r stage of each backend that :func:`choose_backend` may name."""
 
 
 def _gram_factor_fake(gram: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:
