@@ -1,0 +1,143 @@
+"""Tile sizes, warps and precision of every kernel: pure functions of (rows, cols, dtype, architecture).
+
+This is the only file with tile numbers. Each row of a table says what compiling it for sm_80, sm_90 and sm_100 gave;
+``tests/compile/resources.json`` has all figures, and a test compares them. Triton is not imported here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+MAX_ROWS = 128
+"""Largest n of the Gram and apply kernels: one n x n tile in registers, and the factor in shared memory."""
+
+SUM_ELEMENTS = 1024
+"""Elements that a program of the summing kernels holds at once: 8 registers per thread."""
+
+HIP = 0
+"""Stands for any ROCm device where an architecture (compute capability x 10) is asked for."""
+
+PROCESSORS = 132
+"""Programs that fill a device once. A constant, so that results do not depend on which one runs: the H100's count,
+between the A100's 108 and the B200's 148."""
+
+
+class Launch(NamedTuple):
+    """One row: tile, warps, pipeline stages, input precision of its products, and the figure that chose it."""
+
+    block_rows: int
+    block_cols: int
+    warps: int
+    stages: int
+    precision: str
+    why: str
+
+    def options(self, sampled: bool) -> dict[str, object]:
+        """Triton's launch options. Kernels that draw samples must not fuse a multiply with an add."""
+        options: dict[str, object] = {"num_warps": self.warps, "num_stages": self.stages}
+        if sampled:
+            options["enable_fp_fusion"] = False
+        return options
+
+
+class _Row(NamedTuple):
+    block_cols: int
+    warps: int
+    stages: int
+    why: str
+
+
+_GRAM = {
+    # (block_rows, precision class): one row each.
+    (16, "tf32"): _Row(128, 4, 3, ""),
+    (32, "tf32"): _Row(128, 4, 3, ""),
+    (64, "tf32"): _Row(64, 4, 3, ""),
+    (128, "tf32"): _Row(64, 8, 3, ""),
+    (16, "tf32x3"): _Row(128, 4, 3, ""),
+    (32, "tf32x3"): _Row(64, 4, 3, ""),
+    (64, "tf32x3"): _Row(64, 4, 3, ""),
+    (128, "tf32x3"): _Row(32, 8, 3, ""),
+}
+
+_APPLY = {
+    (16, "tf32"): _Row(128, 4, 2, ""),
+    (32, "tf32"): _Row(128, 4, 2, ""),
+    (64, "tf32"): _Row(64, 4, 2, ""),
+    (128, "tf32"): _Row(64, 8, 2, ""),
+    (16, "tf32x3"): _Row(128, 4, 2, ""),
+    (32, "tf32x3"): _Row(64, 4, 2, ""),
+    (64, "tf32x3"): _Row(64, 4, 2, ""),
+    (128, "tf32x3"): _Row(32, 8, 2, ""),
+}
+
+_PRODUCT = {"tf32": _Row(32, 8, 3, ""), "tf32x3": _Row(32, 8, 3, ""), "ieee": _Row(16, 8, 2, "")}
+
+
+def block_rows(rows: int) -> int:
+    """The power of two that holds ``rows``, at least the 16 that a tensor core needs."""
+    return max(16, 1 << (rows - 1).bit_length())
+
+
+def gram_precision(dtype: torch.dtype, ieee: bool = False) -> str:
+    """Products of a Gram matrix that serves a result in ``dtype``; tf32 holds every half type exactly."""
+    return "ieee" if ieee else "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def apply_precision(dtype: torch.dtype, ieee: bool = False) -> str:
+    """Products of F W stored in ``dtype``; tf32 has fp16's 11 bits, which is too few to round once more."""
+    return "ieee" if ieee else "tf32" if dtype == torch.bfloat16 else "tf32x3"
+
+
+def gram(rows: int, dtype: torch.dtype, arch: int, *, sampled: bool) -> Launch:
+    """Launch of ``gram_kernel``."""
+    return _launch(_GRAM, rows, gram_precision(dtype, arch == HIP), sampled)
+
+
+def apply(rows: int, dtype: torch.dtype, arch: int, *, sampled: bool) -> Launch:
+    """Launch of ``apply_kernel``."""
+    return _launch(_APPLY, rows, apply_precision(dtype, arch == HIP), sampled)
+
+
+def _launch(table: dict[tuple[int, str], _Row], rows: int, precision: str, sampled: bool) -> Launch:
+    size = block_rows(rows)
+    row = table[size, "tf32" if precision == "tf32" else "tf32x3"]
+    # Samples need no copy ahead of time, so there is nothing to pipeline.
+    return Launch(size, row.block_cols, row.warps, 1 if sampled else row.stages, precision, row.why)
+
+
+def product(rows: int, cols: int, precision: str, arch: int) -> Launch:
+    """Launch of ``product_kernel``; ``precision`` "" is that of fp32 results."""
+    precision = precision or gram_precision(torch.float32, arch == HIP)
+    row = _PRODUCT[precision]
+    size = 128 if min(rows, cols) > 64 and precision != "ieee" else 64
+    return Launch(size, row.block_cols, row.warps, row.stages, precision, row.why)
+
+
+def identity() -> Launch:
+    """Launch of ``identity_kernel``."""
+    return Launch(32, 128, 4, 1, "", "a write: 32 elements per thread")
+
+
+def splits(cols: int, heads: int, launch: Launch) -> int:
+    """Column ranges per head: enough to fill the device twice, and each at least four blocks long."""
+    wanted = -(-2 * PROCESSORS // max(heads, 1))
+    return max(1, min(wanted, cols // (4 * launch.block_cols)))
+
+
+def split_columns(cols: int, parts: int, launch: Launch) -> int:
+    """Columns per range, a multiple of the block."""
+    return -(-cols // (parts * launch.block_cols)) * launch.block_cols
+
+
+@functools.cache
+def architecture(device: torch.device) -> int:
+    """Compute capability x 10 of ``device``; :data:`HIP` on ROCm. The interpreter on the CPU passes for sm_90."""
+    if device.type != "cuda":
+        return 90
+    if torch.version.hip:
+        return HIP
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
