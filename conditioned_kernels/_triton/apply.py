@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch_config
+from .gram import gram as gram_of
 from .gram import residual
 from .heads import Heads, Samples, table
 from .launch_config import Launch
@@ -31,6 +32,7 @@ def apply_kernel(
     span_cols,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     RESIDUAL_PRECISION: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -38,8 +40,10 @@ def apply_kernel(
     HAS_SAMPLES: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """Program (head, span): ``span_cols`` columns of gain F W, with F (heads, rows, rows) fp32 kept on chip.
+    """Program (head, span): ``span_cols`` columns of gain F W, F (heads, rows, rows) fp32.
 
+    With ``BLOCK_K`` = ``BLOCK_R`` the factor stays in shared memory. In three-product precision and 128 rows it does
+    not fit there twice, so it comes ``BLOCK_K`` columns at a time, from the cache, and the tile is wider instead.
     ``HAS_RESIDUAL``: the Gram matrix of those columns as stored, after the cast, to ``part`` (heads, spans, rows, rows).
     """
     index = tl.program_id(0).to(tl.int64)
@@ -54,8 +58,9 @@ def apply_kernel(
         head = tl.load(entry_ptr + 3)
     else:
         w_ptr += tl.multiple_of(tl.load(entry_ptr), ALIGNMENT)
-    place = row[:, None] * rows + column[None, :]
-    factor = tl.load(factor_ptr + index * rows * rows + place, mask=square, other=0.0)
+    factor_ptr += index * rows * rows
+    if BLOCK_K == BLOCK_R:
+        whole = tl.load(factor_ptr + row[:, None] * rows + column[None, :], mask=square, other=0.0)
     gain = tl.load(gain_ptr + index)
     if HAS_RESIDUAL:
         gram = tl.zeros((BLOCK_R, BLOCK_R), dtype=tl.float32)
@@ -64,13 +69,23 @@ def apply_kernel(
     for start in range(first, last, BLOCK_C):
         col = start + tl.arange(0, BLOCK_C)
         inside = (row < rows)[:, None] & (col < last)[None, :]
-        if HAS_SAMPLES:
-            tile = normal_tile(row, start, BLOCK_C, stride_row, stride_col, head, key, ALIGNMENT == 4)
-            w = tl.where(inside, tile, 0.0)
-        else:
-            offset = row.to(tl.int64)[:, None] * stride_row + col.to(tl.int64)[None, :] * stride_col
-            w = tl.load(w_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-        q = (tl.dot(factor, w, input_precision=PRECISION) * gain).to(out_ptr.dtype.element_ty)
+        q = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
+        for first_k in range(0, BLOCK_R, BLOCK_K):
+            k = first_k + tl.arange(0, BLOCK_K)
+            some = (k < rows)[:, None] & (col < last)[None, :]
+            if HAS_SAMPLES:
+                tile = normal_tile(k, start, BLOCK_C, stride_row, stride_col, head, key, ALIGNMENT == 4)
+                w = tl.where(some, tile, 0.0)
+            else:
+                offset = k.to(tl.int64)[:, None] * stride_row + col.to(tl.int64)[None, :] * stride_col
+                w = tl.load(w_ptr + offset, mask=some, other=0.0).to(tl.float32)
+            if BLOCK_K == BLOCK_R:
+                factor = whole
+            else:
+                part = (row < rows)[:, None] & (k < rows)[None, :]
+                factor = tl.load(factor_ptr + row[:, None] * rows + k[None, :], mask=part, other=0.0)
+            q = tl.dot(factor, w, acc=q, input_precision=PRECISION)
+        q = (q * gain).to(out_ptr.dtype.element_ty)
         offset = row.to(tl.int64)[:, None] * out_stride_row + col.to(tl.int64)[None, :] * out_stride_col
         tl.store(out_ptr + offset, q, mask=inside)
         if HAS_RESIDUAL:
@@ -78,7 +93,7 @@ def apply_kernel(
             gram = tl.dot(stored, tl.trans(stored), acc=gram, input_precision=RESIDUAL_PRECISION)
     if HAS_RESIDUAL:
         part_ptr += (index * tl.num_programs(1) + span) * rows * rows
-        tl.store(part_ptr + place, gram, mask=square)
+        tl.store(part_ptr + row[:, None] * rows + column[None, :], gram, mask=square)
 
 
 def apply(
@@ -105,7 +120,8 @@ def apply(
     spans = launch_config.splits(source.cols, source.count, launch)
     span_cols = launch_config.split_columns(source.cols, spans, launch)
     spans = -(-source.cols // span_cols)
-    size = (source.count, spans, n, n) if certify else (1,)
+    fused = certify and launch_config.fused_certificate(launch)
+    size = (source.count, spans, n, n) if fused else (1,)
     part = torch.empty(size, dtype=torch.float32, device=source.device)
     apply_kernel[(source.count, spans)](
         factor,
@@ -119,24 +135,27 @@ def apply(
         *source.strides,
         *target.strides,
         span_cols,
-        **apply_constants(launch, dtype, source.alignment, target.alignment, sampled, certify),
+        **apply_constants(launch, dtype, source.alignment, target.alignment, sampled, fused),
         **launch.options(sampled),
     )
-    return residual(part, gains) if certify else None
+    if not certify:
+        return None
+    return residual(part if fused else gram_of(target, dtype).unsqueeze(1), gains)
 
 
 def apply_constants(
-    launch: Launch, dtype: torch.dtype, alignment: int, out_alignment: int, sampled: bool, certify: bool
+    launch: Launch, dtype: torch.dtype, alignment: int, out_alignment: int, sampled: bool, fused: bool
 ) -> dict[str, object]:
     """Compile-time arguments of :func:`apply_kernel`."""
     return {
         "BLOCK_R": launch.block_rows,
         "BLOCK_C": launch.block_cols,
+        "BLOCK_K": launch.block_inner or launch.block_rows,
         "PRECISION": launch.precision,
         # What is stored in a half type has exact tf32 products.
         "RESIDUAL_PRECISION": launch_config.gram_precision(dtype, launch.precision == "ieee"),
         "ALIGNMENT": alignment,
         "OUT_ALIGNMENT": out_alignment,
         "HAS_SAMPLES": sampled,
-        "HAS_RESIDUAL": certify,
+        "HAS_RESIDUAL": fused,
     }

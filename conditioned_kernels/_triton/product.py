@@ -56,17 +56,17 @@ def product_kernel(
         j = block % across
     row = i * BLOCK + tl.arange(0, BLOCK)
     col = j * BLOCK + tl.arange(0, BLOCK)
-    k = tl.arange(0, BLOCK_K)
-    a_ptrs = a_ptr + index * a_batch + row.to(tl.int64)[:, None] * a_row + k.to(tl.int64)[None, :] * a_inner
-    b_ptrs = b_ptr + index * b_batch + col.to(tl.int64)[:, None] * b_row + k.to(tl.int64)[None, :] * b_inner
+    a_ptr += index * a_batch
+    b_ptr += index * b_batch
     total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for start in range(0, inner, BLOCK_K):
-        left = (k < inner - start)[None, :]
-        a = tl.load(a_ptrs, mask=(row < rows)[:, None] & left, other=0.0).to(tl.float32)
-        b = tl.load(b_ptrs, mask=(col < cols)[:, None] & left, other=0.0).to(tl.float32)
+        k = start + tl.arange(0, BLOCK_K)
+        left = (k < inner)[None, :]
+        a_offset = row.to(tl.int64)[:, None] * a_row + k.to(tl.int64)[None, :] * a_inner
+        b_offset = col.to(tl.int64)[:, None] * b_row + k.to(tl.int64)[None, :] * b_inner
+        a = tl.load(a_ptr + a_offset, mask=(row < rows)[:, None] & left, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + b_offset, mask=(col < cols)[:, None] & left, other=0.0).to(tl.float32)
         total = tl.dot(a, tl.trans(b), acc=total, input_precision=PRECISION)
-        a_ptrs += BLOCK_K * a_inner.to(tl.int64)
-        b_ptrs += BLOCK_K * b_inner.to(tl.int64)
     total = total * alpha
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     if IS_SYMMETRIC:
