@@ -144,6 +144,16 @@ def identity() -> Launch:
     return Launch(32, 128, 4, 1, "", "a write: 32 elements per thread")
 
 
+def gram_terms(cols: int, launch: Launch) -> int:
+    """k with |error of an element of G| <= k u sum |x||y|, for "tf32x3" and "ieee", however many splits there are.
+
+    Three products are within 3 u of the exact one. A tensor core may round each addition of a block toward zero, 2 u;
+    the sums of blocks, and of splits, are added in fp32, u each.
+    """
+    blocks = -(-cols // launch.block_cols)
+    return 3 + 2 * min(cols, launch.block_cols) + 2 * blocks
+
+
 def splits(cols: int, heads: int, launch: Launch) -> int:
     """Column ranges per head: enough to fill the device twice, and each at least four blocks long."""
     wanted = -(-2 * PROCESSORS // max(heads, 1))

@@ -1,0 +1,207 @@
+"""What the kernels do together: orthogonalize in place or not, draw semi-orthogonal heads, form certified Gram matrices.
+
+The n x n stage and the path for what a certificate refuses come from outside, as functions: backends do not import
+each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from . import launch_config
+from .apply import apply
+from .gram import gram
+from .heads import Heads, group, heads_of, launches, samples_of
+from .polar import polar
+from .product import product
+
+LARGE = 256
+"""Above this many rows the factor of the Gram matrix is not worth its cost: the polar iteration takes over."""
+
+Factor = Callable[[Tensor, str], Tensor]
+"""(gram, method) -> F with F W orthonormal, NaN where it fails."""
+
+Careful = Callable[[Tensor, Tensor, Tensor, str], tuple[Tensor, Tensor, Tensor]]
+"""(w, first q, its residual, method) -> q, residual, status, in fp32."""
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Largest max |Q Q^T - I| accepted, as stored: 8 eps of fp32, and for a half type its own rounding of Q, 2 u."""
+    work = 8 * torch.finfo(torch.float32).eps
+    return work if dtype == torch.float32 else work + torch.finfo(dtype).eps
+
+
+def orthogonalize(
+    weights: Tensor, method: str, out: Tensor, factor: Factor, careful: Careful
+) -> tuple[Tensor, Tensor]:
+    """Orthogonal factor of each matrix of ``weights`` into ``out``; (residual, status), each (b,).
+
+    Parameters
+    ----------
+    weights, out : (b, r, c), r <= c, one dtype of fp16, bf16 and fp32, any strides.
+    method : "polar" or "qr".
+    factor, careful : the small-matrix stage, and the path for what the certificate refuses.
+
+    Notes
+    -----
+    *Accuracy.* max |Q Q^T - I| <= :func:`tolerance` as stored. *Cost.* r <= 128: two reads and one write of W. Above:
+    an fp32 copy of W and products of the whole matrix.
+    """
+    b, r, _ = weights.shape
+    if r <= launch_config.MAX_ROWS:
+        source, target = heads_of(weights), heads_of(out)
+        ones = torch.ones(b, dtype=torch.float32, device=weights.device)
+        parts = []
+        for start, stop in launches(b, r):
+            heads = source.part(start, stop)
+            small = factor(gram(heads, out.dtype), method).contiguous()
+            parts.append(apply(small, heads, target.part(start, stop), ones[start:stop], certify=True))
+        residual = torch.cat([part for part in parts if part is not None])
+    else:
+        work = weights.float()
+        if method == "polar" and r > LARGE:
+            q, residual = polar(work, 8 * torch.finfo(torch.float32).eps, product)
+        else:
+            q = product(factor(product(work, work, symmetric=True), method), work.mT)
+            residual = _residual(product(q, q, symmetric=True))
+        out.copy_(q)
+        if out.dtype != torch.float32:
+            residual = _residual(product(out, out, symmetric=True))
+    status = torch.zeros(b, dtype=torch.int8, device=weights.device)
+    index = (~(residual <= tolerance(out.dtype))).nonzero().flatten()
+    if index.numel():
+        # What was rounded to a half type is no first pass of a more exact one.
+        first = residual[index] if out.dtype == torch.float32 else torch.full_like(residual[index], torch.inf)
+        q, error, state = careful(weights[index].float(), out[index].float(), first, method)
+        out[index] = q.to(out.dtype)
+        stored = q if out.dtype == torch.float32 else q.to(out.dtype).float()
+        residual[index] = error if out.dtype == torch.float32 else _residual(product(stored, stored, symmetric=True))
+        status[index] = state
+    return residual, status
+
+
+def semi_orthogonal_(
+    tensors: Sequence[Tensor], keys: Sequence[int], gains: Sequence[float], method: str, factor: Factor
+) -> Tensor:
+    """Fill tensors with gain times the orthogonal factors of their samples; max |Q Q^T / gain^2 - I| per head.
+
+    Nothing is read but the small factors, and nothing is written before all of them are found healthy.
+
+    Parameters
+    ----------
+    tensors : (*heads, rows, cols) each, fp16, bf16 or fp32, any strides, min(rows, cols) <= 128, on one device.
+        Those of one shape, strides and dtype share a launch.
+    keys : 64-bit Philox key of each; head i of a tensor is head i of its key's stream.
+    gains : one per tensor.
+    method : "polar" or "qr".
+
+    Returns
+    -------
+    (all heads,) fp32, in the order of ``tensors``.
+
+    Raises
+    ------
+    RuntimeError
+        if a sample is numerically singular; it names the tensor's place in ``tensors``.
+
+    Notes
+    -----
+    *Accuracy.* that of :func:`orthogonalize`; the bits depend on (key, head) and the kind of device alone.
+    *Cost.* 4 rows^2 cols flops per head, one write.
+    """
+    work = []
+    wide = [tensor if tensor.shape[-2] <= tensor.shape[-1] else tensor.mT for tensor in tensors]
+    shapes: dict[tuple[int, int], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        shapes.setdefault((tensor.shape[-2], tensor.shape[-1]), []).append(index)
+    for (rows, cols), same in shapes.items():
+        for target, members in group([wide[index] for index in same]):
+            chosen = [same[member] for member in members]
+            counts = [tensors[index].shape[:-2].numel() for index in chosen]
+            source = samples_of([keys[index] for index in chosen], counts, rows, cols, target.device)
+            of_head = torch.tensor(chosen, device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))
+            for start, stop in launches(source.count, target.rows):
+                part = source.part(start, stop)
+                small = factor(gram(part, target.base.dtype), method).contiguous()
+                work.append((part, target.part(start, stop), small, of_head[start:stop]))
+    for _, _, small, owner in work:
+        healthy = small.isfinite().all(-1).all(-1).cpu()
+        if not bool(healthy.all()):
+            broken = sorted(set(owner[~healthy].tolist()))
+            raise RuntimeError(f"numerically singular samples in tensors {broken}; use another seed")
+    residuals: list[list[Tensor]] = [[] for _ in tensors]
+    sizes = torch.tensor(gains, dtype=torch.float32, device="cpu")
+    for source, target, small, owner in work:
+        residual = apply(small, source, target, sizes[owner].to(target.device), certify=True)
+        if residual is not None:
+            for index in dict.fromkeys(owner.tolist()):
+                residuals[index].append(residual[(owner == index).to(residual.device)])
+    return torch.cat([part for parts in residuals for part in parts])
+
+
+def gram_with_rounding(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Gram matrices (b, r, r) in fp32 of (b, r, c), r <= 128, and what rounding may have done to their eigenvalues.
+
+    Returns (gram, rounding): |lambda_i(gram) - lambda_i(W W^T)| <= rounding, since || |W| |W|^T ||_2 <= trace G.
+    Half types get the same products as fp32 here, since a chain of tf32 sums has a bound 20 times as wide.
+    """
+    heads = heads_of(weights)
+    parts = [gram(heads.part(start, stop), torch.float32) for start, stop in launches(heads.count, heads.rows)]
+    result = parts[0] if len(parts) == 1 else torch.cat(parts)
+    launch = launch_config.gram(
+        heads.rows, torch.float32, launch_config.architecture(weights.device), sampled=False
+    )
+    terms = launch_config.gram_terms(heads.cols, launch)
+    trace = result.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return result, 1.01 * terms * torch.finfo(torch.float32).eps / 2 * trace
+
+
+def warmup(tensors: Sequence[Tensor], method: str, factor: Factor) -> int:
+    """Compile what :func:`orthogonalize` and :func:`semi_orthogonal_` will launch for these tensors; how many kinds.
+
+    The tensors are read, never written: results go to scratch heads of the same strides.
+    """
+    views = [tensor if tensor.shape[-2] <= tensor.shape[-1] else tensor.mT for tensor in tensors]
+    kinds = 0
+    for heads, members in group(views):
+        if heads.rows > launch_config.MAX_ROWS:
+            continue
+        view = views[members[0]]
+        head = view[(slice(0, 1),) * (view.ndim - 2)].reshape(1, heads.rows, heads.cols)
+        scratch = torch.empty_strided(head.shape, (1, *heads.strides), dtype=view.dtype, device=view.device)
+        shape = tensors[members[0]].shape[-2:]
+        back = scratch if shape == scratch.shape[-2:] else scratch.mT
+        semi_orthogonal_([back], [1], [1.0], method, factor)
+        one = heads.part(0, 1)
+        small = factor(gram(one, view.dtype), method).contiguous()
+        apply(small, one, heads_of(scratch), torch.ones(1, device=view.device), certify=True)
+        kinds += 1
+    return kinds
+
+
+def self_test(device: torch.device) -> str:
+    """Why the kernels are wrong on ``device``, or "" (field report E11: right on one architecture, wrong on another)."""
+    for dtype in (torch.float32, torch.bfloat16):
+        w = torch.linspace(-1, 1, 20 * 40, device=device).sin_().view(1, 20, 40).to(dtype)
+        exact = w.double() @ w.double().mT
+        result = gram(heads_of(w), dtype, splits=1).double()
+        if not bool((result - exact).abs().max() <= 1e-5 * exact.abs().max()):
+            return f"its Gram kernel is wrong on {device} in {dtype}"
+        out = torch.full_like(w, torch.nan)
+        factor = exact.float().contiguous()
+        apply(factor, heads_of(w), heads_of(out), torch.ones(1, device=device))
+        exact = exact @ w.double()
+        if not bool((out.double() - exact).abs().max() <= (1e-5 if dtype == torch.float32 else 1e-2) * exact.abs().max()):
+            return f"its apply kernel is wrong on {device} in {dtype}"
+    return ""
+
+
+def _residual(gram_matrix: Tensor) -> Tensor:
+    gram_matrix.diagonal(dim1=-2, dim2=-1).sub_(1)
+    return gram_matrix.abs().amax((-2, -1))
+
+
+__all__ = ["Heads", "gram_with_rounding", "orthogonalize", "self_test", "semi_orthogonal_", "tolerance", "warmup"]
