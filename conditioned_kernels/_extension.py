@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from .build import LIBRARY, RECORD, user_folder
 
 
 class Extension(NamedTuple):
@@ -44,6 +43,8 @@ def load() -> Extension:
 
 def find() -> Path | None:
     """The library in the package folder, else in the user's cache folder."""
+    from .build import LIBRARY, user_folder
+
     for folder in (Path(__file__).parent, user_folder()):
         if (folder / LIBRARY).is_file():
             return folder / LIBRARY
@@ -51,6 +52,8 @@ def find() -> Path | None:
 
 
 def _record(library: Path) -> dict:
+    from .build import RECORD
+
     try:
         return json.loads((library.parent / RECORD).read_text())
     except (OSError, ValueError):

@@ -90,7 +90,7 @@ struct SmallMatrix {
         out[i * N + i] += static_cast<T>(shift);
         for (int j = i + 1; j < n; ++j) out[j * N + i] = upper ? T(0) : source(i, j) * scale;
       }
-      for (int j = n; j < N; ++j) {
+      for (int j = i > n ? i : n; j < N; ++j) {
         out[i * N + j] = i == j ? T(1) : T(0);
         out[j * N + i] = i == j ? T(1) : T(0);
       }
@@ -566,6 +566,7 @@ struct SmallMatrix {
   // A unit vector from a fixed stream, orthogonal to the first `count` basis vectors: the same in every run. With
   // normal entries, the chance that it misses an eigenvector is nil, and a miss would only cost steps.
   CK_FN void random_direction(T* target, int count, const T* basis, T* w, T* coefficient) const {
+    team.sync();  // someone may still be reading w
     for (int i = team.rank; i < N; i += team.size) {
       float z[4];
       philox_normal4(0x636f6e646974696full, static_cast<uint32_t>(count), static_cast<uint64_t>(i / 4), z);
