@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import _extension
+from . import _extension, _triton
 from ._validate import choice
 
 MAX_SHORT = {"cpu": 256, "cuda": 128}
@@ -34,7 +34,8 @@ def _no_torch(device: torch.device, dtype: torch.dtype, short: int) -> str:
     return ""
 
 
-def _no_extension(device: torch.device, dtype: torch.dtype, short: int) -> str:
+def extension_refusal(device: torch.device, dtype: torch.dtype, short: int) -> str:
+    """Why the extension cannot serve matrices on ``device`` of ``dtype`` with this smaller side; "" if it can."""
     if dtype.is_complex:
         return f"it has real dtypes only, not {str(dtype).removeprefix('torch.')}"
     if short > MAX_SHORT[device.type]:
@@ -57,7 +58,8 @@ class _Row(NamedTuple):
 
 
 _TABLE = {
-    "extension": _Row(_no_extension, "n x n stages and sampling in C++, matrix products in torch"),
+    "triton": _Row(_triton.refusal, "Gram matrices, products and samples in Triton kernels"),
+    "extension": _Row(extension_refusal, "n x n stages and sampling in C++, matrix products in torch"),
     "torch": _Row(_no_torch, "torch.linalg and batched matrix products"),
 }
 """In the order in which "auto" prefers them; all have the same accuracy class."""
@@ -113,6 +115,7 @@ def backends() -> dict[str, str]:
     """Every backend with one sentence on whether it is available and, if not, why."""
     found = _extension.load()
     return {
+        "triton": _triton.sentence(),
         "extension": found.sentence if found.available else f"not available: {found.sentence}",
         "torch": f"available: torch {torch.__version__} on every device",
     }

@@ -9,6 +9,7 @@ op with a known output shape.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import _extension, _torch
+from ._backend import extension_refusal
 
 _NAMESPACE = "conditioned_kernels"
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
@@ -117,8 +119,49 @@ def _extremes(gram: Tensor, rounding: Tensor, rtol: float) -> Tensor:
     return spectrum_bracket(gram, rounding, rtol, gram.shape[-1])[0].T
 
 
-SMALL_MATRIX = {"torch": _torch.SMALL_MATRIX, "extension": _torch.SmallMatrix(_factor, _extremes)}
-"""The r x r stage of each backend that :func:`choose_backend` may name."""
+_TORCH = _torch.SMALL_MATRIX
+_EXTENSION = _torch.SmallMatrix(_factor, _extremes, _torch.gram_with_rounding)
+
+
+def small_matrix(backend: str, matrices: Tensor) -> _torch.SmallMatrix:
+    """The r x r stage, and the Gram matrices it works on, for (b, r, c) ``matrices`` and a backend chosen for them."""
+    if backend != "triton":
+        return _EXTENSION if backend == "extension" else _TORCH
+    short = matrices.shape[-2]
+    # Triton has no n x n stage of its own: that is the extension's where it is built, else torch's.
+    stage = _TORCH if extension_refusal(matrices.device, matrices.dtype, short) else _EXTENSION
+    if short > _triton_route().MAX_ROWS:
+        return stage
+    return stage._replace(gram=_triton_route().gram_with_rounding)
+
+
+def orthogonalize(backend: str, weights: Tensor, method: str, out: Tensor) -> tuple[Tensor, Tensor]:
+    """(residual, status) of each (b, r, c) matrix, r <= c, with its orthogonal factor in ``out``."""
+    small = small_matrix(backend, weights)
+    if backend != "triton":
+        return _torch.orthogonalize(weights, method, out, small)
+    with _torch.full_precision():
+        return _triton_route().orthogonalize(weights, method, out, small.factor, _torch.careful)
+
+
+def semi_orthogonal_(
+    tensors: list[Tensor], keys: list[int], gains: list[float], method: str, redraw: Callable[..., Tensor]
+) -> Tensor:
+    """Draw semi-orthogonal heads straight into ``tensors``, for the "triton" backend and at most 128 rows."""
+    first = tensors[0] if tensors[0].shape[-2] <= tensors[0].shape[-1] else tensors[0].mT
+    with _torch.full_precision():
+        small = small_matrix("triton", first)
+        return _triton_route().semi_orthogonal_(tensors, keys, gains, method, small.factor, redraw)
+
+
+def draws_in_place(backend: str, short: int) -> bool:
+    """Whether :func:`semi_orthogonal_` serves matrices with this smaller side."""
+    return backend == "triton" and short <= _triton_route().MAX_ROWS
+
+
+@functools.cache
+def _triton_route() -> Any:
+    return importlib.import_module("._triton.route", __package__)
 
 
 def _gram_factor_fake(gram: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:

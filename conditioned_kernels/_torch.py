@@ -79,10 +79,12 @@ class SmallMatrix(NamedTuple):
 
     factor : (gram, method) -> the F with F W orthonormal, NaN where it fails; see :func:`factor`.
     extremes : (gram, rounding, rtol) -> (6, b) float64 eigenvalue brackets; see :func:`extremes`.
+    gram : (b, r, c) of any dtype -> (gram, rounding) in the working precision; see :func:`gram_with_rounding`.
     """
 
     factor: Callable[[Tensor, str], Tensor]
     extremes: Callable[[Tensor, Tensor, float], Tensor]
+    gram: Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def orthogonalize(weights: Tensor, method: str, out: Tensor, small: SmallMatrix) -> tuple[Tensor, Tensor]:
@@ -113,11 +115,11 @@ def _orthogonalize_chunk(w: Tensor, method: str, q: Tensor, small: SmallMatrix) 
     status = torch.zeros(w.shape[0], dtype=torch.int8, device=w.device)
     index = (~(residual <= residual_tolerance(w.dtype))).nonzero().flatten()
     if index.numel():
-        q[index], residual[index], status[index] = _careful(w[index], q[index], residual[index], method)
+        q[index], residual[index], status[index] = careful(w[index], q[index], residual[index], method)
     return residual, status
 
 
-def _careful(w: Tensor, q: Tensor, residual: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:
+def careful(w: Tensor, q: Tensor, residual: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:
     """Second Cholesky pass, then the Gram route in fp64, then Householder QR or the SVD in fp64.
 
     A second pass on the first Q completes QR (CholeskyQR2, stable while the first residual is below
@@ -289,15 +291,17 @@ def spectrum(weights: Tensor, rtol: float, small: SmallMatrix) -> tuple[Tensor, 
     with full_precision():
         for start in range(0, b, step):
             part = slice(start, start + step)
-            values[:, part], status[part] = _spectrum_chunk(weights[part].to(work), rtol, small)
+            values[:, part], status[part] = _spectrum_chunk(weights[part], rtol, small)
     return values, status
 
 
 def _spectrum_chunk(w: Tensor, rtol: float, small: SmallMatrix) -> tuple[Tensor, Tensor]:
-    levels: list[Callable[[Tensor], Tensor]] = [lambda w: _extremes_gram(w, rtol, small)]
-    if w.dtype in _WIDE:
-        levels.append(lambda w: _extremes_gram(w.to(_WIDE[w.dtype]), rtol, small))
-    levels.append(lambda w: _extremes_svd(w.to(_WIDE.get(w.dtype, w.dtype))))
+    work = _WORK[w.dtype]
+    wide = _WIDE.get(work, work)
+    levels: list[Callable[[Tensor], Tensor]] = [lambda w: _extremes_gram(*small.gram(w), rtol, small)]
+    if wide != work:
+        levels.append(lambda w: _extremes_gram(*gram_with_rounding(w.to(wide)), rtol, small))
+    levels.append(lambda w: _extremes_svd(w.to(wide)))
     values = torch.empty(6, w.shape[0], dtype=torch.float64, device=w.device)
     open_ = torch.arange(w.shape[0], device=w.device)
     for level in levels:
@@ -322,9 +326,14 @@ def _spectrum_chunk(w: Tensor, rtol: float, small: SmallMatrix) -> tuple[Tensor,
     return values, status
 
 
-def _extremes_gram(w: Tensor, rtol: float, small: SmallMatrix) -> Tensor:
-    gram = gram_blocked(w)
-    rounding = gram_rounding(gram, w.shape[-1]).double()
+def gram_with_rounding(w: Tensor) -> tuple[Tensor, Tensor]:
+    """W W^H in the working precision, and the bound of its eigenvalues' rounding."""
+    gram = gram_blocked(w.to(_WORK[w.dtype]))
+    return gram, gram_rounding(gram, w.shape[-1])
+
+
+def _extremes_gram(gram: Tensor, rounding: Tensor, rtol: float, small: SmallMatrix) -> Tensor:
+    rounding = rounding.double()
     usable = rounding.isfinite() & (rounding > _smallest_rounding(gram.dtype))
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     values = small.extremes(torch.where(usable[:, None, None], gram, identity), rounding, rtol)
@@ -342,7 +351,7 @@ def extremes(gram: Tensor, rounding: Tensor, rtol: float) -> Tensor:
     return torch.stack((high, high - delta, high + delta, low, low - delta, low + delta))
 
 
-SMALL_MATRIX = SmallMatrix(factor, extremes)
+SMALL_MATRIX = SmallMatrix(factor, extremes, gram_with_rounding)
 
 
 def _smallest_rounding(dtype: torch.dtype) -> float:

@@ -75,7 +75,7 @@ def condition_number(weights: Tensor, *, rtol: float = 1e-3, backend: str = "aut
     ----------
     weights : (..., rows, cols), any real or complex floating dtype and strides; leading dimensions are batch.
     rtol : wanted ``high / low - 1``, a positive number.
-    backend : "auto", "torch" or "extension"; see :func:`explain_backend`.
+    backend : "auto", "torch", "triton" or "extension"; see :func:`explain_backend`.
 
     Returns
     -------
@@ -112,7 +112,8 @@ def _run(weights: Tensor, rtol: float, backend: str) -> tuple[Tensor, Tensor]:
         values = torch.ones(*batch, 9, dtype=torch.float64, device=device)
         return values, torch.zeros(batch, dtype=torch.int8, device=device)
     with torch.no_grad():
-        values, status = _torch.spectrum(_short_first(weights.to(place.device)), rtol, _ops.SMALL_MATRIX[place.name])
+        matrices = _short_first(weights.to(place.device))
+        values, status = _torch.spectrum(matrices, rtol, _ops.small_matrix(place.name, matrices))
         top, top_low, top_high, bottom, bottom_low, bottom_high = values.unbind(0)
         singular = (status == Status.RANK_DEFICIENT) | (status == Status.ZERO_MATRIX)
         kappa = torch.where(singular, torch.inf, top / bottom).clamp_min(1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +54,7 @@ def orthogonalize(
     weights : (..., rows, cols), float16, bfloat16, float32, float64, complex64 or complex128; any strides.
         Never written to.
     method : "polar" or "qr".
-    backend : "auto", "torch" or "extension"; see :func:`explain_backend`.
+    backend : "auto", "torch", "triton" or "extension"; see :func:`explain_backend`.
     verify : raise if a returned matrix misses the tolerance, naming its batch index.
     nonfinite : "raise" on a NaN or infinite element, or "nan": that matrix comes back NaN, the others unharmed.
 
@@ -106,9 +106,8 @@ def _run(weights: Tensor, method: str, backend: str, verify: bool, nonfinite: st
         residual = torch.zeros(batch, dtype=weights.dtype.to_real(), device=weights.device)
         return q.to(weights.device), residual, torch.zeros_like(residual, dtype=torch.int8)
     with torch.no_grad():
-        residual, status = _torch.orthogonalize(
-            _short_first(weights.to(place.device)), method, _short_first(q), _ops.SMALL_MATRIX[place.name]
-        )
+        matrices = _short_first(weights.to(place.device))
+        residual, status = _ops.orthogonalize(place.name, matrices, method, _short_first(q))
     residual, status = residual.view(batch), status.view(batch)
     accepted = (Status.CONVERGED, Status.RANK_DEFICIENT, Status.ZERO_MATRIX, Status.TOLERANCE_NOT_MET)
     if nonfinite == "raise" and (broken := sentences(status, accepted)):
@@ -224,6 +223,10 @@ def semi_orthogonal_(
     if tensor.numel() == 0:
         return tensor
     rows, cols = tensor.shape[-2:]
+    if _ops.draws_in_place(place.name, min(rows, cols)):
+        with torch.no_grad():
+            _ops.semi_orthogonal_([tensor], [stream_key(seed, key, role)], [gain], method, _redraw(method))
+        return tensor
     work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     with torch.no_grad():
         samples = philox_normal(
@@ -235,13 +238,29 @@ def semi_orthogonal_(
         )
         gaussian = samples.view(-1, rows, cols).to(work)
         q = torch.empty_like(gaussian)
-        _, status = _torch.orthogonalize(_short_first(gaussian), method, _short_first(q), _ops.SMALL_MATRIX[place.name])
+        _, status = _ops.orthogonalize(place.name, _short_first(gaussian), method, _short_first(q))
         if failed := sentences(status):
             raise RuntimeError(
                 f"semi_orthogonal drew a numerically singular matrix ({'; '.join(failed)}); use another seed"
             )
         tensor.copy_(q.mul_(gain).view(tensor.shape))
     return tensor
+
+
+def _redraw(method: str) -> Callable[[int, int, tuple[int, int], torch.device], Tensor]:
+    """How a head is drawn whose first pass is refused: its samples in memory, and the torch path's careful stages."""
+
+    def draw(key: int, head: int, shape: tuple[int, int], device: torch.device) -> Tensor:
+        rows, cols = shape
+        samples = philox_normal(key, range(head, head + 1), range(rows * cols), device=device).view(1, rows, cols)
+        wide = samples if rows <= cols else samples.mT
+        q, residual = torch.empty_like(wide), torch.full((1,), torch.inf, device=device)
+        q, residual, status = _torch.careful(wide, q, residual, method)
+        if failed := sentences(status):
+            raise RuntimeError(f"semi_orthogonal drew a numerically singular matrix ({'; '.join(failed)}); use another seed")
+        return (q if rows <= cols else q.mT)[0]
+
+    return draw
 
 
 def _short_first(matrices: Tensor) -> Tensor:

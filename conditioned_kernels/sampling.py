@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._backend import choose_backend
+from ._backend import choose_backend, extension_refusal
 from .coefficients import COS_QUARTER, LN2_HIGH, LN2_LOW, LOG1P, SIN_QUARTER, SQRT_HALF_BITS
 
 STREAM_VERSION = 1
@@ -86,7 +86,7 @@ def philox_normal(
     elements : which row-major elements of each head; step 1. Any part of a head gives the same
         numbers as that part of the whole, which is what lets a rank sample only its own slice.
     device : where the samples are made. The values do not depend on it.
-    backend : "auto", "torch" or "extension". Nor on this: all agree to the last bit.
+    backend : "auto", "torch", "triton" or "extension". Nor on this: all agree to the last bit.
 
     Returns
     -------
@@ -95,7 +95,9 @@ def philox_normal(
     if heads.step != 1 or elements.step != 1 or heads.start < 0 or elements.start < 0:
         raise ValueError(f"heads and elements must be ranges from 0 with step 1, got {heads} and {elements}")
     place = choose_backend(backend, torch.device(device))
-    if place.name == "extension":
+    # The Triton kernels draw what they use; samples that are stored come from the extension where there is one.
+    stored = place.name == "triton" and not extension_refusal(place.device, torch.float32, 1)
+    if place.name == "extension" or stored:
         samples = torch.empty(len(heads), len(elements), dtype=torch.float32, device=place.device)
         _ops.philox_normal_(samples, key, heads.start, elements.start)
         return samples.to(device)

@@ -60,7 +60,7 @@ _GRAM = {
     (128, "tf32", False): _Row(64, 8, 3, ""),
     (16, "tf32x3", False): _Row(128, 4, 3, ""),
     (32, "tf32x3", False): _Row(64, 4, 3, ""),
-    (64, "tf32x3", False): _Row(64, 4, 3, ""),
+    (64, "tf32x3", False): _Row(32, 4, 3, ""),
     (128, "tf32x3", False): _Row(32, 8, 3, ""),
     (16, "tf32", True): _Row(128, 4, 1, ""),
     (32, "tf32", True): _Row(128, 4, 1, ""),
@@ -77,22 +77,31 @@ _APPLY = {
     (32, "tf32", False): _Row(128, 4, 2, ""),
     (64, "tf32", False): _Row(64, 4, 2, ""),
     (128, "tf32", False): _Row(64, 8, 2, ""),
-    (16, "tf32x3", False): _Row(128, 4, 2, ""),
+    (16, "tf32x3", False): _Row(64, 4, 2, ""),
     (32, "tf32x3", False): _Row(64, 4, 2, ""),
-    (64, "tf32x3", False): _Row(64, 4, 2, ""),
+    (64, "tf32x3", False): _Row(32, 4, 2, ""),
     (128, "tf32x3", False): _Row(128, 8, 2, "", 16),
     (16, "tf32", True): _Row(128, 4, 1, ""),
     (32, "tf32", True): _Row(64, 4, 1, ""),
     (64, "tf32", True): _Row(64, 4, 1, ""),
     (128, "tf32", True): _Row(64, 8, 1, ""),
-    (16, "tf32x3", True): _Row(128, 4, 1, ""),
+    (16, "tf32x3", True): _Row(64, 4, 1, ""),
     (32, "tf32x3", True): _Row(32, 4, 1, ""),
-    (64, "tf32x3", True): _Row(32, 8, 1, "238 registers; 64 columns spill 680 B"),
+    (64, "tf32x3", True): _Row(64, 4, 1, "", 16),
     (128, "tf32x3", True): _Row(128, 8, 1, "232 registers; a resident factor spills 1.4 KB at any width", 16),
 }
 
 _PRODUCT = {"tf32": _Row(32, 8, 3, ""), "tf32x3": _Row(32, 8, 3, ""), "ieee": _Row(16, 8, 2, "")}
 
+# Architectures without wgmma or tcgen05 keep operands in registers, which costs the widest tiles their place.
+_GRAM_MMA = {**_GRAM, (128, "tf32x3", False): _Row(16, 8, 3, "")}
+_APPLY_MMA = {
+    **_APPLY,
+    (128, "tf32x3", False): _Row(64, 8, 2, "", 16),
+    (128, "tf32x3", True): _Row(64, 8, 1, "", 16),
+}
+_PRODUCT_MMA = {**_PRODUCT, "tf32x3": _Row(16, 8, 3, "")}
+_ASYNC_MMA = (90, 100, 103)
 
 def block_rows(rows: int) -> int:
     """The power of two that holds ``rows``, at least the 16 that a tensor core needs."""
@@ -111,12 +120,12 @@ def apply_precision(dtype: torch.dtype, ieee: bool = False) -> str:
 
 def gram(rows: int, dtype: torch.dtype, arch: int, *, sampled: bool) -> Launch:
     """Launch of ``gram_kernel``."""
-    return _launch(_GRAM, rows, gram_precision(dtype, arch == HIP), sampled)
+    return _launch(_GRAM if arch in _ASYNC_MMA else _GRAM_MMA, rows, gram_precision(dtype, arch == HIP), sampled)
 
 
 def apply(rows: int, dtype: torch.dtype, arch: int, *, sampled: bool) -> Launch:
     """Launch of ``apply_kernel``."""
-    return _launch(_APPLY, rows, apply_precision(dtype, arch == HIP), sampled)
+    return _launch(_APPLY if arch in _ASYNC_MMA else _APPLY_MMA, rows, apply_precision(dtype, arch == HIP), sampled)
 
 
 def _launch(table: dict[tuple[int, str, bool], _Row], rows: int, precision: str, sampled: bool) -> Launch:
@@ -128,13 +137,13 @@ def _launch(table: dict[tuple[int, str, bool], _Row], rows: int, precision: str,
 def fused_certificate(launch: Launch) -> bool:
     """Whether ``apply_kernel`` can sum the Gram matrix of its result as well; else the result is read once more."""
     # 128 x 128 sums beside a 128 x 128 tile in three-product precision spill 650 B.
-    return not launch.block_inner
+    return launch.block_rows < 128 or launch.precision == "tf32"
 
 
 def product(rows: int, cols: int, precision: str, arch: int) -> Launch:
     """Launch of ``product_kernel``; ``precision`` "" is that of fp32 results."""
     precision = precision or gram_precision(torch.float32, arch == HIP)
-    row = _PRODUCT[precision]
+    row = (_PRODUCT if arch in _ASYNC_MMA else _PRODUCT_MMA)[precision]
     size = 128 if min(rows, cols) > 64 and precision != "ieee" else 64
     return Launch(size, row.block_cols, row.warps, row.stages, precision, row.why)
 

@@ -18,6 +18,9 @@ from .heads import Heads, group, heads_of, launches, samples_of
 from .polar import polar
 from .product import product
 
+MAX_ROWS = launch_config.MAX_ROWS
+"""Largest r of the Gram and apply kernels; see launch_config.py."""
+
 LARGE = 256
 """Above this many rows the factor of the Gram matrix is not worth its cost: the polar iteration takes over."""
 
@@ -26,6 +29,10 @@ Factor = Callable[[Tensor, str], Tensor]
 
 Careful = Callable[[Tensor, Tensor, Tensor, str], tuple[Tensor, Tensor, Tensor]]
 """(w, first q, its residual, method) -> q, residual, status, in fp32."""
+
+
+Redraw = Callable[[int, int, tuple[int, int], torch.device], Tensor]
+"""(key, head, (rows, cols), device) -> the orthogonal factor of that head's samples, fp32, the careful way."""
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -84,11 +91,16 @@ def orthogonalize(
 
 
 def semi_orthogonal_(
-    tensors: Sequence[Tensor], keys: Sequence[int], gains: Sequence[float], method: str, factor: Factor
+    tensors: Sequence[Tensor],
+    keys: Sequence[int],
+    gains: Sequence[float],
+    method: str,
+    factor: Factor,
+    redraw: Redraw,
 ) -> Tensor:
     """Fill tensors with gain times the orthogonal factors of their samples; max |Q Q^T / gain^2 - I| per head.
 
-    Nothing is read but the small factors, and nothing is written before all of them are found healthy.
+    Nothing is read but the small factors, and nothing is written before each of them is finite or replaced.
 
     Parameters
     ----------
@@ -97,6 +109,8 @@ def semi_orthogonal_(
     keys : 64-bit Philox key of each; head i of a tensor is head i of its key's stream.
     gains : one per tensor.
     method : "polar" or "qr".
+    factor : the small-matrix stage.
+    redraw : makes a head whose certificate is refused, as happens to nearly square ones.
 
     Returns
     -------
@@ -104,42 +118,60 @@ def semi_orthogonal_(
 
     Raises
     ------
-    RuntimeError
-        if a sample is numerically singular; it names the tensor's place in ``tensors``.
+    what ``redraw`` raises for a numerically singular sample.
 
     Notes
     -----
     *Accuracy.* that of :func:`orthogonalize`; the bits depend on (key, head) and the kind of device alone.
-    *Cost.* 4 rows^2 cols flops per head, one write.
+    *Cost.* 4 rows^2 cols flops per head and one write, 2 rows^2 cols more with the certificate. Two host reads.
     """
     work = []
-    wide = [tensor if tensor.shape[-2] <= tensor.shape[-1] else tensor.mT for tensor in tensors]
     shapes: dict[tuple[int, int], list[int]] = {}
     for index, tensor in enumerate(tensors):
         shapes.setdefault((tensor.shape[-2], tensor.shape[-1]), []).append(index)
     for (rows, cols), same in shapes.items():
-        for target, members in group([wide[index] for index in same]):
+        wide = [tensors[index] if rows <= cols else tensors[index].mT for index in same]
+        for target, members in group(wide):
             chosen = [same[member] for member in members]
             counts = [tensors[index].shape[:-2].numel() for index in chosen]
             source = samples_of([keys[index] for index in chosen], counts, rows, cols, target.device)
-            of_head = torch.tensor(chosen, device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))
+            owner = torch.tensor(chosen, device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))
             for start, stop in launches(source.count, target.rows):
                 part = source.part(start, stop)
                 small = factor(gram(part, target.base.dtype), method).contiguous()
-                work.append((part, target.part(start, stop), small, of_head[start:stop]))
-    for _, _, small, owner in work:
-        healthy = small.isfinite().all(-1).all(-1).cpu()
-        if not bool(healthy.all()):
-            broken = sorted(set(owner[~healthy].tolist()))
-            raise RuntimeError(f"numerically singular samples in tensors {broken}; use another seed")
-    residuals: list[list[Tensor]] = [[] for _ in tensors]
+                work.append((part, target.part(start, stop), small, owner[start:stop]))
+
+    def redrawn(index: int, head: int) -> Tensor:
+        return redraw(keys[index], head, (tensors[index].shape[-2], tensors[index].shape[-1]), tensors[index].device)
+
+    replaced: dict[tuple[int, int], Tensor] = {}
+    for source, _, small, owner in work:
+        for broken in (~small.isfinite().all(-1).all(-1)).cpu().nonzero().flatten().tolist():
+            place = (int(owner[broken]), int(source.heads[broken]))
+            replaced[place] = redrawn(*place)
     sizes = torch.tensor(gains, dtype=torch.float32, device="cpu")
+    residuals = [torch.empty(tensor.shape[:-2].numel(), device=tensor.device) for tensor in tensors]
     for source, target, small, owner in work:
         residual = apply(small, source, target, sizes[owner].to(target.device), certify=True)
-        if residual is not None:
-            for index in dict.fromkeys(owner.tolist()):
-                residuals[index].append(residual[(owner == index).to(residual.device)])
-    return torch.cat([part for parts in residuals for part in parts])
+        for index in dict.fromkeys(owner.tolist()):
+            mine = owner == index
+            residuals[index][source.heads[mine].to(target.device)] = residual[mine.to(target.device)]
+    for index, residual in enumerate(residuals):
+        for head in (~(residual <= tolerance(tensors[index].dtype))).cpu().nonzero().flatten().tolist():
+            q = replaced[index, head] if (index, head) in replaced else redrawn(index, head)
+            place = tensors[index][_unravel(head, tensors[index].shape[:-2])]
+            place.copy_(q * gains[index])
+            stored = place.float() if place.shape[-2] <= place.shape[-1] else place.mT.float()
+            residual[head] = _residual((stored @ stored.mT).div_(gains[index] ** 2)[None])[0]
+    return torch.cat(residuals)
+
+
+def _unravel(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    place: tuple[int, ...] = ()
+    for size in reversed(sizes):
+        index, last = divmod(index, size)
+        place = (last, *place)
+    return place
 
 
 def gram_with_rounding(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,7 +191,7 @@ def gram_with_rounding(weights: Tensor) -> tuple[Tensor, Tensor]:
     return result, 1.01 * terms * torch.finfo(torch.float32).eps / 2 * trace
 
 
-def warmup(tensors: Sequence[Tensor], method: str, factor: Factor) -> int:
+def warmup(tensors: Sequence[Tensor], method: str, factor: Factor, redraw: Redraw) -> int:
     """Compile what :func:`orthogonalize` and :func:`semi_orthogonal_` will launch for these tensors; how many kinds.
 
     The tensors are read, never written: results go to scratch heads of the same strides.
@@ -174,7 +206,7 @@ def warmup(tensors: Sequence[Tensor], method: str, factor: Factor) -> int:
         scratch = torch.empty_strided(head.shape, (1, *heads.strides), dtype=view.dtype, device=view.device)
         shape = tensors[members[0]].shape[-2:]
         back = scratch if shape == scratch.shape[-2:] else scratch.mT
-        semi_orthogonal_([back], [1], [1.0], method, factor)
+        semi_orthogonal_([back], [1], [1.0], method, factor, redraw)
         one = heads.part(0, 1)
         small = factor(gram(one, view.dtype), method).contiguous()
         apply(small, one, heads_of(scratch), torch.ones(1, device=view.device), certify=True)

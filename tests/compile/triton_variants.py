@@ -156,19 +156,21 @@ def main() -> None:
     parser.add_argument("--only", default="", help="regular expression on the names")
     parser.add_argument("--capability", type=int, action="append", help="default: all three")
     arguments = parser.parse_args()
-    table: dict[str, dict[str, object]] = {}
+    fresh: dict[str, dict[str, object]] = {}
     for capability in arguments.capability or CAPABILITIES:
         for variant in variants(capability):
             if not re.search(arguments.only, variant.name):
                 continue
             start = time.perf_counter()
             row = resources(variant, capability)
-            table.setdefault(variant.name, {})[f"sm_{capability}"] = row
+            fresh.setdefault(variant.name, {})[f"sm_{capability}"] = row
             print(f"{variant.name:38} sm_{capability:<4} {row} {time.perf_counter() - start:.1f} s", flush=True)
     if arguments.write:
-        lines = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in table.items()]
-        head = {"triton": triton.__version__}
-        RESOURCES.write_text("{" + json.dumps(head)[1:-1] + ",\n" + ",\n".join(lines) + "\n}\n")
+        table = json.loads(RESOURCES.read_text()) if RESOURCES.exists() else {}
+        table["triton"] = triton.__version__
+        for name, row in fresh.items():
+            table[name] = dict(sorted((table.get(name, {}) | row).items(), key=lambda item: int(item[0][3:])))
+        RESOURCES.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in table.items()) + "\n}\n")
 
 
 if __name__ == "__main__":
