@@ -257,7 +257,8 @@ def _redraw(method: str) -> Callable[[int, int, tuple[int, int], torch.device], 
         q, residual = torch.empty_like(wide), torch.full((1,), torch.inf, device=device)
         q, residual, status = _torch.careful(wide, q, residual, method)
         if failed := sentences(status):
-            raise RuntimeError(f"semi_orthogonal drew a numerically singular matrix ({'; '.join(failed)}); use another seed")
+            what = "; ".join(failed)
+            raise RuntimeError(f"semi_orthogonal drew a numerically singular matrix ({what}); use another seed")
         return (q if rows <= cols else q.mT)[0]
 
     return draw

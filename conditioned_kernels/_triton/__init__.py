@@ -1,4 +1,4 @@
-"""Triton kernels for GPUs. Importing this imports no triton: :func:`refusal` says whether it can be used, or why not."""
+"""Triton kernels for GPUs. Importing this imports no triton: :func:`refusal` says why it cannot be used, if so."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Q = gain F W per head, W read from where it lies or drawn in registers, Q written into its place."""
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import torch
@@ -44,7 +45,7 @@ def apply_kernel(
 
     With ``BLOCK_K`` = ``BLOCK_R`` the factor stays in shared memory. In three-product precision and 128 rows it does
     not fit there twice, so it comes ``BLOCK_K`` columns at a time, from the cache, and the tile is wider instead.
-    ``HAS_RESIDUAL``: the Gram matrix of those columns as stored, after the cast, to ``part`` (heads, spans, rows, rows).
+    ``HAS_RESIDUAL``: the Gram matrix of those columns as stored, after the cast, to ``part`` (heads, spans, n, n).
     """
     index = tl.program_id(0).to(tl.int64)
     span = tl.program_id(1)
@@ -96,9 +97,7 @@ def apply_kernel(
         tl.store(part_ptr + row[:, None] * rows + column[None, :], gram, mask=square)
 
 
-def apply(
-    factor: Tensor, source: Heads | Samples, target: Heads, gains: Tensor, *, certify: bool = False
-) -> Tensor | None:
+def apply(factor: Tensor, source: Heads | Samples, target: Heads, gains: Tensor, *, certify: bool = False) -> Tensor:
     """Write gain F W of every head to ``target``; with ``certify`` return max |Q Q^T / gain^2 - I| as stored, (heads,).
 
     Parameters
@@ -139,7 +138,7 @@ def apply(
         **launch.options(sampled),
     )
     if not certify:
-        return None
+        return gains.new_empty(0)
     return residual(part if fused else gram_of(target, dtype).unsqueeze(1), gains)
 
 

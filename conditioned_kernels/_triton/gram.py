@@ -1,5 +1,6 @@
 """G = W W^T per head, W read once from where it lies or drawn in registers; and the sums that finish it."""
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,6 @@
 """Rectangular identities, written into the value weights of all layers in one launch."""
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from collections.abc import Sequence

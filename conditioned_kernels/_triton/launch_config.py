@@ -1,7 +1,8 @@
 """Tile sizes, warps and precision of every kernel: pure functions of (rows, cols, dtype, architecture).
 
-This is the only file with tile numbers. Each row of a table says what compiling it for sm_80, sm_90 and sm_100 gave;
-``tests/compile/resources.json`` has all figures, and a test compares them. Triton is not imported here.
+This is the only file with tile numbers. Each row begins with the registers per thread of its heaviest kernel for
+sm_90 (in the ``_MMA`` tables sm_80), as compiled by the triton that ``tests/compile/resources.json`` names; all figures
+are there, and a test compares them. No row was timed yet. Triton is not imported here.
 """
 
 from __future__ import annotations
@@ -54,54 +55,61 @@ class _Row(NamedTuple):
 
 _GRAM = {
     # (block_rows, precision, sampled); in memory first.
-    (16, "tf32", False): _Row(128, 4, 3, ""),
-    (32, "tf32", False): _Row(128, 4, 3, ""),
-    (64, "tf32", False): _Row(64, 4, 3, ""),
-    (128, "tf32", False): _Row(64, 8, 3, ""),
-    (16, "tf32x3", False): _Row(128, 4, 3, ""),
-    (32, "tf32x3", False): _Row(64, 4, 3, ""),
-    (64, "tf32x3", False): _Row(32, 4, 3, ""),
-    (128, "tf32x3", False): _Row(32, 8, 3, ""),
-    (16, "tf32", True): _Row(128, 4, 1, ""),
-    (32, "tf32", True): _Row(128, 4, 1, ""),
-    (64, "tf32", True): _Row(64, 4, 1, ""),
-    (128, "tf32", True): _Row(64, 8, 1, ""),
-    (16, "tf32x3", True): _Row(128, 4, 1, ""),
-    (32, "tf32x3", True): _Row(64, 4, 1, ""),
+    (16, "tf32", False): _Row(128, 4, 3, "40 registers"),
+    (32, "tf32", False): _Row(128, 4, 3, "56 registers"),
+    (64, "tf32", False): _Row(64, 4, 3, "116 registers"),
+    (128, "tf32", False): _Row(64, 8, 3, "155 registers"),
+    (16, "tf32x3", False): _Row(128, 4, 3, "201 registers"),
+    (32, "tf32x3", False): _Row(64, 4, 3, "168 registers"),
+    (64, "tf32x3", False): _Row(32, 4, 3, "124 registers; 64 columns spill 56 B on sm_80"),
+    (128, "tf32x3", False): _Row(32, 8, 3, "198 registers"),
+    (16, "tf32", True): _Row(128, 4, 1, "91 registers"),
+    (32, "tf32", True): _Row(128, 4, 1, "181 registers"),
+    (64, "tf32", True): _Row(64, 4, 1, "182 registers"),
+    (128, "tf32", True): _Row(64, 8, 1, "225 registers"),
+    (16, "tf32x3", True): _Row(128, 4, 1, "251 registers"),
+    (32, "tf32x3", True): _Row(64, 4, 1, "237 registers"),
     (64, "tf32x3", True): _Row(32, 4, 1, "228 registers; 64 columns spill 856 B"),
     (128, "tf32x3", True): _Row(16, 8, 1, "214 registers; 32 columns spill 56 B, 64 columns 720 B"),
 }
 
 _APPLY = {
-    (16, "tf32", False): _Row(128, 4, 2, ""),
-    (32, "tf32", False): _Row(128, 4, 2, ""),
-    (64, "tf32", False): _Row(64, 4, 2, ""),
-    (128, "tf32", False): _Row(64, 8, 2, ""),
-    (16, "tf32x3", False): _Row(64, 4, 2, ""),
-    (32, "tf32x3", False): _Row(64, 4, 2, ""),
-    (64, "tf32x3", False): _Row(32, 4, 2, ""),
-    (128, "tf32x3", False): _Row(128, 8, 2, "", 16),
-    (16, "tf32", True): _Row(128, 4, 1, ""),
-    (32, "tf32", True): _Row(64, 4, 1, ""),
-    (64, "tf32", True): _Row(64, 4, 1, ""),
-    (128, "tf32", True): _Row(64, 8, 1, ""),
-    (16, "tf32x3", True): _Row(64, 4, 1, ""),
-    (32, "tf32x3", True): _Row(32, 4, 1, ""),
-    (64, "tf32x3", True): _Row(64, 4, 1, "", 16),
-    (128, "tf32x3", True): _Row(128, 8, 1, "232 registers; a resident factor spills 1.4 KB at any width", 16),
+    (16, "tf32", False): _Row(128, 4, 2, "130 registers"),
+    (32, "tf32", False): _Row(128, 4, 2, "208 registers"),
+    (64, "tf32", False): _Row(64, 4, 2, "130 registers"),
+    (128, "tf32", False): _Row(64, 8, 2, "247 registers"),
+    (16, "tf32x3", False): _Row(64, 4, 2, "127 registers; 128 columns spill 104 B on sm_100"),
+    (32, "tf32x3", False): _Row(64, 4, 2, "239 registers"),
+    (64, "tf32x3", False): _Row(32, 4, 2, "167 registers; 64 columns spill 248 B on sm_80"),
+    (128, "tf32x3", False): _Row(128, 8, 2, "234 registers; 64 columns read the factor twice as often", 16),
+    (16, "tf32", True): _Row(128, 4, 1, "152 registers"),
+    (32, "tf32", True): _Row(64, 4, 1, "168 registers"),
+    (64, "tf32", True): _Row(64, 4, 1, "231 registers"),
+    (128, "tf32", True): _Row(64, 8, 1, "255 registers"),
+    (16, "tf32x3", True): _Row(64, 4, 1, "128 registers; 128 columns spill 120 B on sm_80"),
+    (32, "tf32x3", True): _Row(32, 4, 1, "201 registers"),
+    (64, "tf32x3", True): _Row(64, 4, 1, "234 registers; a resident factor spills 70 to 390 B", 16),
+    (128, "tf32x3", True): _Row(128, 8, 1, "232 registers; a resident factor spills 1.4 KB or more", 16),
 }
 
-_PRODUCT = {"tf32": _Row(32, 8, 3, ""), "tf32x3": _Row(32, 8, 3, ""), "ieee": _Row(16, 8, 2, "")}
+_PRODUCT = {
+    "tf32": _Row(32, 8, 3, "155 registers"),
+    "tf32x3": _Row(32, 8, 3, "206 registers"),
+    "ieee": _Row(16, 8, 2, "80 registers"),
+}
 
 # Architectures without wgmma or tcgen05 keep operands in registers, which costs the widest tiles their place.
-_GRAM_MMA = {**_GRAM, (128, "tf32x3", False): _Row(16, 8, 3, "")}
+_GRAM_MMA = {**_GRAM, (128, "tf32x3", False): _Row(16, 8, 3, "253 registers; 32 columns spill 152 B")}
 _APPLY_MMA = {
     **_APPLY,
-    (128, "tf32x3", False): _Row(64, 8, 2, "", 16),
-    (128, "tf32x3", True): _Row(64, 8, 1, "", 16),
+    (128, "tf32x3", False): _Row(64, 8, 2, "219 registers; 128 columns spill 120 B", 16),
+    (128, "tf32x3", True): _Row(64, 8, 1, "168 registers; 128 columns spill 160 B", 16),
 }
-_PRODUCT_MMA = {**_PRODUCT, "tf32x3": _Row(16, 8, 3, "")}
+_PRODUCT_MMA = {**_PRODUCT, "tf32x3": _Row(16, 8, 3, "253 registers; 32 columns spill 248 B")}
 _ASYNC_MMA = (90, 100, 103)
+_SMALL_SHARED = (86, 87, 89, 120, 121)
+"""99 KiB of shared memory per block, where two stages beside a factor of 64 KiB need 112."""
+
 
 def block_rows(rows: int) -> int:
     """The power of two that holds ``rows``, at least the 16 that a tensor core needs."""
@@ -125,7 +133,9 @@ def gram(rows: int, dtype: torch.dtype, arch: int, *, sampled: bool) -> Launch:
 
 def apply(rows: int, dtype: torch.dtype, arch: int, *, sampled: bool) -> Launch:
     """Launch of ``apply_kernel``."""
-    return _launch(_APPLY if arch in _ASYNC_MMA else _APPLY_MMA, rows, apply_precision(dtype, arch == HIP), sampled)
+    table = _APPLY if arch in _ASYNC_MMA else _APPLY_MMA
+    launch = _launch(table, rows, apply_precision(dtype, arch == HIP), sampled)
+    return launch._replace(stages=1) if arch in _SMALL_SHARED else launch
 
 
 def _launch(table: dict[tuple[int, str, bool], _Row], rows: int, precision: str, sampled: bool) -> Launch:

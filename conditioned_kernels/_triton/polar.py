@@ -16,8 +16,8 @@ from ..coefficients import POLAR_SCHEDULE
 
 STEPS_PER_RESTART = 2
 """Quintics applied to one Gram matrix before it is formed anew. Its small eigenvalues carry an error of u lambda_max,
-which each quintic multiplies by up to 4^2; two keep it below the rounding of the products. For c = r two cost the same
-as restarting after each (9 against 9 r^3 products of which 6 are symmetric), for c > r less."""
+which each quintic multiplies by up to 4^2; two keep it below the rounding of the products. Two cost 3 r^2 c + 5 r^3
+multiply-adds before symmetry, against 6 r^2 c + 2 r^3 for a restart after each."""
 
 CUBIC_STEPS = 6
 ROUNDS = 2
@@ -71,8 +71,9 @@ def polar(w: Tensor, tolerance: float, product: Product = torch_product) -> tupl
     *Equation.* X <- X (a + b X^T X + c (X^T X)^2) over POLAR_SCHEDULE, written for G = X X^T as G <- P G P and
     F <- P F with P = a I + b G + c G^2, then X <- F X; and X <- (3 I - X X^T) X / 2 to the end.
     *Accuracy.* Residual 8 u of the products for kappa < 1e3, usually to 1e6; a singular matrix does not converge and
-    its residual says so. Forward error about u kappa. *Cost.* 4 to 5 passes of 3 r^2 c multiply-adds, a third of them
-    symmetric, plus 24 r^3, all but none symmetric. One host read per cubic step.
+    its residual says so. Forward error about u kappa. *Cost.* 3 restarts and about 3 cubic steps of 3 r^2 c
+    multiply-adds, a third of them half saved by symmetry, and 15 r^3, all of them half saved. One host
+    read per cubic step.
     *Source.* Amsel et al., The Polar Express (2025); Higham, Functions of Matrices (2008), section 8.3.
     """
     x = _scaled(w)
@@ -93,12 +94,12 @@ def polar(w: Tensor, tolerance: float, product: Product = torch_product) -> tupl
 def _schedule(x: Tensor, product: Product) -> Tensor:
     for start in range(0, len(POLAR_SCHEDULE), STEPS_PER_RESTART):
         gram = product(x, x, symmetric=True)
-        factor = None
+        factor = gram  # Replaced in the first step.
         steps = POLAR_SCHEDULE[start : start + STEPS_PER_RESTART]
         for index, (a, b, c) in enumerate(steps):
             # All of these are polynomials of one matrix, so they commute and every product is symmetric.
             p = product(gram, gram, gram, alpha=c, beta=b, gamma=a, symmetric=True)
-            factor = p if factor is None else product(p, factor, symmetric=True)
+            factor = product(p, factor, symmetric=True) if index else p
             if index + 1 < len(steps):
                 gram = product(product(p, gram, symmetric=True), p, symmetric=True)
         x = product(factor, x.mT)
@@ -106,7 +107,7 @@ def _schedule(x: Tensor, product: Product) -> Tensor:
 
 
 def _scaled(w: Tensor) -> Tensor:
-    """Each matrix with its largest element in [1/2, 1), so that no square overflows or vanishes; 0 and non-finite stay."""
+    """Each matrix with its largest element in [1/2, 1), so that no square overflows; zero and non-finite ones stay."""
     largest = w.abs().amax((-2, -1), keepdim=True)
     ok = largest.isfinite() & (largest > 0)
     # Powers of two, so that scaling does not round; two steps, since 2^149 is no float32.

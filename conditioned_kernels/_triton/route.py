@@ -1,4 +1,4 @@
-"""What the kernels do together: orthogonalize in place or not, draw semi-orthogonal heads, form certified Gram matrices.
+"""What the kernels do together: orthogonalize, draw semi-orthogonal heads in place, form certified Gram matrices.
 
 The n x n stage and the path for what a certificate refuses come from outside, as functions: backends do not import
 each other.
@@ -41,9 +41,7 @@ def tolerance(dtype: torch.dtype) -> float:
     return work if dtype == torch.float32 else work + torch.finfo(dtype).eps
 
 
-def orthogonalize(
-    weights: Tensor, method: str, out: Tensor, factor: Factor, careful: Careful
-) -> tuple[Tensor, Tensor]:
+def orthogonalize(weights: Tensor, method: str, out: Tensor, factor: Factor, careful: Careful) -> tuple[Tensor, Tensor]:
     """Orthogonal factor of each matrix of ``weights`` into ``out``; (residual, status), each (b,).
 
     Parameters
@@ -66,7 +64,7 @@ def orthogonalize(
             heads = source.part(start, stop)
             small = factor(gram(heads, out.dtype), method).contiguous()
             parts.append(apply(small, heads, target.part(start, stop), ones[start:stop], certify=True))
-        residual = torch.cat([part for part in parts if part is not None])
+        residual = torch.cat(parts)
     else:
         work = weights.float()
         if method == "polar" and r > LARGE:
@@ -152,16 +150,16 @@ def semi_orthogonal_(
     sizes = torch.tensor(gains, dtype=torch.float32, device="cpu")
     residuals = [torch.empty(tensor.shape[:-2].numel(), device=tensor.device) for tensor in tensors]
     for source, target, small, owner in work:
-        residual = apply(small, source, target, sizes[owner].to(target.device), certify=True)
+        certificate = apply(small, source, target, sizes[owner].to(target.device), certify=True)
         for index in dict.fromkeys(owner.tolist()):
             mine = owner == index
-            residuals[index][source.heads[mine].to(target.device)] = residual[mine.to(target.device)]
+            residuals[index][source.heads[mine].to(target.device)] = certificate[mine.to(target.device)]
     for index, residual in enumerate(residuals):
         for head in (~(residual <= tolerance(tensors[index].dtype))).cpu().nonzero().flatten().tolist():
             q = replaced[index, head] if (index, head) in replaced else redrawn(index, head)
-            place = tensors[index][_unravel(head, tensors[index].shape[:-2])]
-            place.copy_(q * gains[index])
-            stored = place.float() if place.shape[-2] <= place.shape[-1] else place.mT.float()
+            out = tensors[index][_unravel(head, tensors[index].shape[:-2])]
+            out.copy_(q * gains[index])
+            stored = out.float() if out.shape[-2] <= out.shape[-1] else out.mT.float()
             residual[head] = _residual((stored @ stored.mT).div_(gains[index] ** 2)[None])[0]
     return torch.cat(residuals)
 
@@ -183,9 +181,7 @@ def gram_with_rounding(weights: Tensor) -> tuple[Tensor, Tensor]:
     heads = heads_of(weights)
     parts = [gram(heads.part(start, stop), torch.float32) for start, stop in launches(heads.count, heads.rows)]
     result = parts[0] if len(parts) == 1 else torch.cat(parts)
-    launch = launch_config.gram(
-        heads.rows, torch.float32, launch_config.architecture(weights.device), sampled=False
-    )
+    launch = launch_config.gram(heads.rows, torch.float32, launch_config.architecture(weights.device), sampled=False)
     terms = launch_config.gram_terms(heads.cols, launch)
     trace = result.diagonal(dim1=-2, dim2=-1).sum(-1)
     return result, 1.01 * terms * torch.finfo(torch.float32).eps / 2 * trace
@@ -215,7 +211,7 @@ def warmup(tensors: Sequence[Tensor], method: str, factor: Factor, redraw: Redra
 
 
 def self_test(device: torch.device) -> str:
-    """Why the kernels are wrong on ``device``, or "" (field report E11: right on one architecture, wrong on another)."""
+    """Why the kernels are wrong on ``device``, or "" (field report E11: right on one architecture only)."""
     for dtype in (torch.float32, torch.bfloat16):
         w = torch.linspace(-1, 1, 20 * 40, device=device).sin_().view(1, 20, 40).to(dtype)
         exact = w.double() @ w.double().mT
@@ -226,7 +222,8 @@ def self_test(device: torch.device) -> str:
         factor = exact.float().contiguous()
         apply(factor, heads_of(w), heads_of(out), torch.ones(1, device=device))
         exact = exact @ w.double()
-        if not bool((out.double() - exact).abs().max() <= (1e-5 if dtype == torch.float32 else 1e-2) * exact.abs().max()):
+        bound = 1e-5 if dtype == torch.float32 else 1e-2
+        if not bool((out.double() - exact).abs().max() <= bound * exact.abs().max()):
             return f"its apply kernel is wrong on {device} in {dtype}"
     return ""
 

@@ -170,7 +170,8 @@ def main() -> None:
         table["triton"] = triton.__version__
         for name, row in fresh.items():
             table[name] = dict(sorted((table.get(name, {}) | row).items(), key=lambda item: int(item[0][3:])))
-        RESOURCES.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in table.items()) + "\n}\n")
+        lines = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in table.items()]
+        RESOURCES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":
