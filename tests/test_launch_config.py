@@ -30,7 +30,7 @@ def test_every_head_size_has_a_launch(dtype: torch.dtype, arch: int) -> None:
                 assert launch.block_rows >= rows
                 assert launch.block_cols % 16 == 0
                 assert launch.precision in (("ieee",) if arch == launch_config.HIP else ("tf32", "tf32x3"))
-                assert launch.options(sampled).get("enable_fp_fusion", True) is not sampled
+                assert launch.options(sampled)["enable_fp_fusion"] is not sampled
 
 
 def test_precision_follows_the_accuracy_class_of_the_result() -> None:

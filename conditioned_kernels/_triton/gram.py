@@ -134,14 +134,14 @@ def gram(source: Heads | Samples, dtype: torch.dtype, *, splits: int | None = No
     if splits == 1:
         return part[:, 0]
     out = torch.empty(source.count, n, n, dtype=torch.float32, device=source.device)
-    sum_kernel[(source.count, -(-n * n // launch_config.SUM_ELEMENTS))](part, out, n * n, splits)
+    sum_kernel[(source.count, -(-n * n // launch_config.SUM_ELEMENTS))](part, out, n * n, splits, enable_fp_fusion=True)
     return out
 
 
 def residual(part: Tensor, gains: Tensor) -> Tensor:
     """max |G / gain^2 - I| of each head, (heads,) fp32, from partial Gram matrices (heads, splits, rows, rows)."""
     out = torch.empty(len(part), dtype=torch.float32, device=part.device)
-    residual_kernel[(len(part),)](part, gains, out, part.shape[-1], part.shape[1])
+    residual_kernel[(len(part),)](part, gains, out, part.shape[-1], part.shape[1], enable_fp_fusion=True)
     return out
 
 

@@ -74,9 +74,10 @@ def box_muller(radius_bits, angle_bits):
     sine = _horner(square, _SIN, 4) * t * radius
     cosine = (_horner(square, _COS, 4) * square + 1.0) * radius
     odd = (quarter & 1) == 1
-    z0 = tl.where(odd, sine, cosine) * (1.0 - ((quarter + 1) & 2).to(tl.float32))
-    z1 = tl.where(odd, cosine, sine) * (1.0 - (quarter & 2).to(tl.float32))
-    return z0, z1
+    # A sign bit flipped is a product with -1, in half the instructions.
+    z0 = tl.where(odd, sine, cosine).to(tl.uint32, bitcast=True) ^ (((quarter + 1) & 2) << 30)
+    z1 = tl.where(odd, cosine, sine).to(tl.uint32, bitcast=True) ^ ((quarter & 2) << 30)
+    return z0.to(tl.float32, bitcast=True), z1.to(tl.float32, bitcast=True)
 
 
 @triton.jit

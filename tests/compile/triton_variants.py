@@ -74,9 +74,9 @@ def variants(capability: int) -> Iterator[Variant]:
         constants = {"BLOCK_R": launch.block_rows, "BLOCK_C": launch.block_cols, "ALIGNMENT": 16}
         yield Variant(f"identity/{name}", identity.identity_kernel, arguments, constants, launch.options(False))
     arguments = {"part_ptr": "*fp32", "out_ptr": "*fp32", "size": "i32*16", "splits": "i32"}
-    yield Variant("sum", gram.sum_kernel, arguments, {}, {})
+    yield Variant("sum", gram.sum_kernel, arguments, {}, {"enable_fp_fusion": True})
     arguments = {"part_ptr": "*fp32", "gain_ptr": "*fp32", "out_ptr": "*fp32", "rows": "i32*16", "splits": "i32"}
-    yield Variant("residual", gram.residual_kernel, arguments, {}, {})
+    yield Variant("residual", gram.residual_kernel, arguments, {}, {"enable_fp_fusion": True})
 
 
 def _gram(name: str, dtype: str, launch: launch_config.Launch, alignment: int, sampled: bool) -> Variant:
