@@ -167,6 +167,26 @@ def verify(
 
 
 @app.command()
+def probe(
+    source: Annotated[str, typer.Argument(help="An architecture, or python:FILE:FUNCTION for a model of yours.")],
+    config: Config = None,
+    seed: Seed = 0,
+) -> None:
+    """Prove by the model's own forward that its heads are where their layout says; exit code 1 if not."""
+    from .architectures import build, example_input
+    from .heads import probe as run_probe
+
+    model = build(source, config=config, seed=seed)
+    args, kwargs = example_input(model)
+    result = run_probe(model, *args, **kwargs)
+    out.print(printable_lines(str(result)), highlight=False, markup=False, soft_wrap=True)
+    heads = sum(row.heads for row in result.rows)
+    wrong = sum(not row.ok for row in result.rows)
+    out.print(f"{heads} heads in {len(result.rows)} projections probed, {wrong} projections disagree", highlight=False)
+    raise typer.Exit(0 if result.ok else 1)
+
+
+@app.command()
 def backends() -> None:
     """Which implementations are available and, for the rest, why not."""
     _table([{"backend": name, "status": status} for name, status in list_backends().items()])
