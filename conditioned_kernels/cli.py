@@ -187,6 +187,24 @@ def probe(
 
 
 @app.command()
+def layouts(
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
+) -> None:
+    """The attention classes that are known, how each stores its heads, the rule, and where its source says so."""
+    from .heads.support import support_rows, support_table
+
+    if markdown:
+        out.print(support_table(), markup=False, highlight=False, soft_wrap=True)
+        return
+    _table(
+        [
+            {"class": f"{row.module}.{row.cls}", "storage": row.form, "rule": row.rule, "installed": row.installed}
+            for row in support_rows()
+        ]
+    )
+
+
+@app.command()
 def backends() -> None:
     """Which implementations are available and, for the rest, why not."""
     _table([{"backend": name, "status": status} for name, status in list_backends().items()])
