@@ -78,12 +78,14 @@ def orthogonalize(weights: Tensor, method: str, out: Tensor) -> tuple[Tensor, Te
     residual = torch.zeros(b, dtype=work.to_real(), device=weights.device)
     status = torch.zeros(b, dtype=torch.int8, device=weights.device)
     step = max(1, CHUNK_BYTES // (r * c * work.itemsize))
+    # A product with out= ignores the lazy conjugate that a tall complex matrix has here; copy_ honors it.
+    direct = out.dtype == work and not out.is_conj()
     with full_precision():
         for start in range(0, b, step):
             part = slice(start, start + step)
-            q = out[part] if out.dtype == work else torch.empty_like(out[part], dtype=work)
+            q = out[part] if direct else torch.empty(out[part].shape, dtype=work, device=out.device)
             residual[part], status[part] = _orthogonalize_chunk(weights[part].to(work), method, q)
-            if out.dtype != work:
+            if not direct:
                 # The certificate belongs to what the caller gets, so it is measured after the cast.
                 residual[part] = orthogonality_residual(out[part].copy_(q).to(work))
     return residual, status
