@@ -1,9 +1,9 @@
 """Polynomial coefficients, each with its interval and its error bound.
 
 All three were computed with the Remez exchange algorithm in 40-digit arithmetic, minimizing the
-*relative* error of the function named, and then rounded to float32. The bounds are those of the rounded
-coefficients; ``tests/test_sampling.py`` re-measures each in float64. They are part of stream version 1 (see ``sampling.py``):
-changing a digit changes every weight this package has ever drawn.
+*relative* error of the function named, and then rounded to float32. The bounds are those of the
+rounded coefficients; ``tests/test_sampling.py`` re-measures each in float64. They are part of stream
+version 1 (see ``sampling.py``): changing a digit changes every weight this package has ever drawn.
 """
 
 from __future__ import annotations

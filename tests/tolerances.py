@@ -25,11 +25,11 @@ def cast(dtype: torch.dtype) -> float:
 
 
 def orthogonality(dtype: torch.dtype) -> float:
-    """max |Q Q^H - I|: the promise of 8 eps in the working dtype, plus a relative change of both factors by the cast.
+    """max |Q Q^H - I|: the promised multiple of eps, the certificate's own rounding of 2 eps, and the cast.
 
-    The sum of |q_ik q_jk| over k is at most 1, so the cast adds at most 2 cast + cast^2.
+    The sum of |q_ik q_jk| over k is at most 1, so a relative change of both factors adds at most 2 cast + cast^2.
     """
-    return 8 * work_eps(dtype) + 2 * cast(dtype) + cast(dtype) ** 2
+    return (10 if work_eps(dtype) == eps(torch.float32) else 66) * work_eps(dtype) + 2 * cast(dtype) + cast(dtype) ** 2
 
 
 def sigma(dtype: torch.dtype, short: int) -> float:
@@ -43,7 +43,7 @@ def polar(dtype: torch.dtype, kappa: float, short: int) -> float:
 
 
 def qr(dtype: torch.dtype, kappa: float, short: int) -> float:
-    """max |Q - Q_exact| of QR: first-order perturbation eps kappa sqrt(short), with one power for the Cholesky route."""
+    """max |Q - Q_exact| of QR: first-order perturbation, eps kappa times a factor of the triangular part."""
     return work_eps(dtype) * (8 + 8 * kappa * short) + cast(dtype)
 
 
