@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
     group = torch.multiprocessing.start_processes(
         work, (str(folder / "rendezvous"), str(folder)), nprocs=RANKS, join=False, start_method="spawn"
     )
+    end = time.monotonic() + LIMIT
     try:
-        assert group.join(LIMIT), "the group did not finish"
+        while not group.join(1):  # true once every process has ended; raises what one of them raised
+            assert time.monotonic() < end, "the group hangs"
     finally:
         for process in group.processes:
             process.kill()
