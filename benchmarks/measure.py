@@ -137,7 +137,7 @@ def markdown(record: dict[str, Any]) -> str:
         lines += [
             f"**{result['title']}**" + (f" (target {result['seconds']:g} s)" if result["seconds"] else ""),
             "",
-            "| | ms | times ours | " + " | ".join(kinds) + " |",
+            "| | ms | times ours | " + " | ".join(kind.replace("|", "\\|") for kind in kinds) + " |",
             "|---|--:|--:|" + "--:|" * len(kinds),
         ]
         for row in result["rows"]:
