@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from .._validate import overlaps_itself
+
 
 class LayoutError(ValueError):
     """A weight does not have the shape its layout says, or a layout does not describe its module."""
@@ -237,8 +239,7 @@ def from_views(module: nn.Module, views: Mapping[str, Tensor]) -> tuple[Projecti
         projections.append(Projection(role, name, strided))
         marks = seen.setdefault(name, torch.zeros(parameter.shape, dtype=torch.int8, device="cpu"))
         cover = projections[-1].view(marks)
-        cover.add_(1)
-        if int(marks.max()) > 1 or int(cover.sum()) != cover.numel():
+        if overlaps_itself(cover) or int(cover.add_(1).sum()) != cover.numel():
             raise LayoutError(f"the layout's {role!r} overlaps itself or another role inside {name!r}")
     return tuple(projections)
 

@@ -217,23 +217,33 @@ def _check_disjoint(targets: list[Target]) -> None:
 
 def write_all(writes: list[tuple[Target, Tensor]], scheme: str) -> None:
     """Write every target's new heads, and undo all of it if anything fails on the way."""
-    undo: list[tuple[Target, Tensor]] = []
+    undo: list[tuple[Tensor, Tensor]] = []
+    written: list[Target] = []
     try:
         while writes:
             target, heads = writes.pop(0)
-            undo.append((target, target.heads.clone()))
+            undo += [(tensor, tensor.clone()) for tensor in _stored(target)]
             _write(target, heads)
+            written.append(target)
             del heads
     except BaseException:
-        for target, old in reversed(undo):
-            _write(target, old)
+        for tensor, old in reversed(undo):
+            tensor.copy_(old)
         raise
-    for target, _ in undo:
+    for target in written:
         weight = target.weight
         if isinstance(weight, nn.Parameter):
             setattr(weight, MARK, scheme)
             if any(cls.__module__.startswith("transformers.") for cls in type(target.layer.module).__mro__):
                 weight._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def _stored(target: Target) -> list[Tensor]:
+    """What a write changes: the heads, or everything a parametrization recomputes its weight from."""
+    if not parametrize.is_parametrized(target.owner, target.attribute):
+        return [target.heads]
+    source: nn.Module = target.owner.parametrizations[target.attribute]  # type: ignore[index, assignment]
+    return [*source.parameters(), *source.buffers()]  # the objects: an assignment may give them other storage
 
 
 def _write(target: Target, heads: Tensor) -> None:
