@@ -9,21 +9,17 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from . import report as reports
 from ._backend import backends as list_backends
 from ._version import __version__
 from .initialize.conditioned import VALUES
 from .report import printable
-
-try:
-    import typer
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.table import Table
-except ImportError as missing:
-    sys.exit(f"conditioned-kernels needs {missing.name}: pip install 'conditioned_kernels[cli]'")
 
 app = typer.Typer(
     help="Fast, certified conditioning of attention weights.",
