@@ -239,6 +239,31 @@ def test_a28_large_matrices_in_full_precision_whatever_the_switches(method: str,
     assert residual(q) <= tolerances.orthogonality(torch.float32)
 
 
+def test_e10_the_switches_are_at_full_precision_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every processor has a low-precision product to show the difference, so look at the switches themselves."""
+    switches = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [switch.fp32_precision for switch in switches]
+    seen = []
+    for name in ("_orthogonalize_chunk", "_spectrum_chunk"):
+
+        def spy(*args: object, original=getattr(_torch, name)) -> object:
+            seen.append([switch.fp32_precision for switch in switches])
+            return original(*args)
+
+        monkeypatch.setattr(_torch, name, spy)
+    try:
+        switches[0].fp32_precision, switches[1].fp32_precision = "tf32", "bf16"
+        ck.orthogonalize(gaussian(8, 16))
+        ck.condition_number(gaussian(8, 16))
+        with pytest.raises(KeyboardInterrupt), _torch.full_precision():
+            raise KeyboardInterrupt
+        assert [switch.fp32_precision for switch in switches] == ["tf32", "bf16"]
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.fp32_precision = value
+    assert seen == [["ieee", "ieee"]] * 2
+
+
 @methods
 @pytest.mark.parametrize("case", ["kappa 1.6e3", "equal columns but for rounding", "gaussian", "square gaussian"])
 def test_a31_one_cholesky_pass_is_not_enough(method: str, case: str) -> None:
