@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -244,13 +245,16 @@ def test_e10_the_switches_are_at_full_precision_while_it_works(monkeypatch: pyte
     switches = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     before = [switch.fp32_precision for switch in switches]
     seen = []
-    for name in ("_orthogonalize_chunk", "_spectrum_chunk"):
 
-        def spy(*args: object, original=getattr(_torch, name)) -> object:
+    def spied(original: Callable[..., object]) -> Callable[..., object]:
+        def spy(*args: object) -> object:
             seen.append([switch.fp32_precision for switch in switches])
             return original(*args)
 
-        monkeypatch.setattr(_torch, name, spy)
+        return spy
+
+    for name in ("_orthogonalize_chunk", "_spectrum_chunk"):
+        monkeypatch.setattr(_torch, name, spied(getattr(_torch, name)))
     try:
         switches[0].fp32_precision, switches[1].fp32_precision = "tf32", "bf16"
         ck.orthogonalize(gaussian(8, 16))
