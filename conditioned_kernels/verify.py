@@ -11,7 +11,8 @@ from torch import nn
 
 from . import _validate
 from .heads.discover import Where
-from .heads.layout import LayoutFunction
+from .heads.layout import LATENT, LayoutFunction
+from .heads.wrappers import quiet_parametrizations
 from .initialize.apply import locate, measure, resolve
 from .initialize.init_report import InitReport, ProjectionReport
 
@@ -90,17 +91,19 @@ def verify(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     wanted = {(entry.parameter, entry.label): entry.gain for entry in report.touched} if report else None
     measured, failures = [], []
-    with torch.no_grad():
+    with torch.no_grad(), quiet_parametrizations(model):
         found = locate(model, where=where, layouts=layouts, strict=strict)
         for target in resolve(found):
             place = (target.name, target.stream_role)
             if wanted is not None and place not in wanted:
                 continue
-            if wanted is None and target.projection.role not in roles:
+            if wanted is None and not set(target.projection.role) <= set(roles):
                 continue
             _validate.floating(target.weight, target.name)
             _validate.not_meta(target.weight, target.name)
-            expected = wanted.pop(place) if wanted is not None else 1.0 if gain == "unit" else gain
+            # A latent factor has gain 1 whatever its role's: see conditioned_.
+            own = 1.0 if gain == "unit" or (gain != "any" and target.projection.part == LATENT) else gain
+            expected = wanted.pop(place) if wanted is not None else own
             entry = measure(target, target.heads, made="", gain=math.nan if expected == "any" else float(expected))
             measured.append(entry)
             if sentence := _failure(entry):

@@ -559,11 +559,19 @@ CASES: tuple[Case, ...] = (
     _timm("timm-levit-conv", "models.levit", "Attention", qkv(2), partial(levit, True)),
     # transformers, encoders
     _bert_like("bert", "Bert"),
-    Case(
-        "bert-cross",
-        _covers("bert", "BertCrossAttention"),
-        partial(cross_attention, "BertConfig", "BertModel", **BERT),
-        qkv(4),
+    *(
+        Case(
+            f"{model}-cross",
+            _covers(model, f"{prefix}CrossAttention"),
+            partial(cross_attention, f"{prefix}Config", f"{prefix}Model", **BERT),
+            qkv(4),
+        )
+        for model, prefix in (
+            ("bert", "Bert"),
+            ("roberta", "Roberta"),
+            ("xlm_roberta", "XLMRoberta"),
+            ("electra", "Electra"),
+        )
     ),
     _bert_like("roberta", "Roberta"),
     _bert_like("xlm_roberta", "XLMRoberta"),

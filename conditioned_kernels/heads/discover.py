@@ -10,7 +10,7 @@ from torch import nn
 
 from .families import FAMILIES, Family
 from .layout import LayoutError, LayoutFunction, Projection, from_views
-from .wrappers import full_name, own_name, unwrap
+from .wrappers import full_name, own_name, quiet_parametrizations, unwrap
 
 Where = Callable[[str, nn.Module], bool]
 
@@ -130,9 +130,10 @@ def find_attention(
             skipped.append((name, "left out by where"))
             continue
         try:
-            found = layout(module)
-            projections = found if isinstance(found, tuple) else from_views(module, found)
-            projections = tuple(replace(each, parameter=own_name(module, each.parameter)) for each in projections)
+            with quiet_parametrizations(module):
+                found = layout(module)
+                projections = found if isinstance(found, tuple) else from_views(module, found)
+                projections = tuple(replace(each, parameter=own_name(module, each.parameter)) for each in projections)
         except (LayoutError, TypeError) as error:
             raise type(error)(f"{name or type(module).__name__}: {error}") from error
         layers.append(AttentionLayer(name, module, family, projections, row))

@@ -215,8 +215,8 @@ class Sections:
         if rows != sum(sizes):
             wanted = " + ".join(f"{path}={size}" for (_, _, path), size in zip(self.sections, sizes, strict=True))
             raise LayoutError(
-                f"{parameter!r} of {type(module).__name__} has {rows} rows per head, expected {wanted}; this variant of "
-                "the class is not known, so register its layout"
+                f"{parameter!r} of {type(module).__name__} has {rows} rows per head, expected {wanted}; this variant "
+                "of the class is not known, so register its layout"
             )
         starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         return tuple(

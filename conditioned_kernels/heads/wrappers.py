@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -65,3 +68,27 @@ def own_name(module: nn.Module, path: str) -> str:
         weight = getattr(owner, last)
         last = next((name for name, parameter in owner.named_parameters() if parameter is weight), last)
     return ".".join((*names, last))
+
+
+def parametrizations(owner: nn.Module, attribute: str) -> nn.Module:
+    """What recomputes ``owner``'s parametrized ``attribute``, with the tensors it does so from."""
+    return owner.get_submodule(f"parametrizations.{attribute}")
+
+
+@contextmanager
+def quiet_parametrizations(model: nn.Module) -> Iterator[None]:
+    """Put every parametrization into evaluation mode, so that reading a weight changes no state (spectral norm's)."""
+    noisy = [
+        each
+        for module in model.modules()
+        if parametrize.is_parametrized(module)
+        for each in module.get_submodule("parametrizations").modules()
+        if each.training
+    ]
+    try:
+        for each in noisy:
+            each.training = False
+        yield
+    finally:
+        for each in noisy:
+            each.training = True
