@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -83,36 +83,57 @@ def verify(
     NoAttentionFound, LayoutError, TypeError, ValueError
         as :func:`conditioned_`; ValueError if the report is of another model.
     """
-    if not isinstance(gain, str):
-        _validate.positive(gain, "gain")
-    else:
-        _validate.choice(gain, "gain", ("unit", "any"))
+    _check_gain(gain)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     wanted = {(entry.parameter, entry.label): entry.gain for entry in report.touched} if report else None
-    measured, failures = [], []
+    measured = []
     with torch.no_grad(), quiet_parametrizations(model):
         found = locate(model, where=where, layouts=layouts, strict=strict)
         for target in resolve(found):
             place = (target.name, target.stream_role)
             if wanted is not None and place not in wanted:
                 continue
-            if wanted is None and not set(target.projection.role) <= set(roles):
-                continue
             _validate.floating(target.weight, target.name)
             _validate.not_meta(target.weight, target.name)
-            # A latent factor has gain 1 whatever its role's: see conditioned_.
-            own = 1.0 if gain == "unit" or (gain != "any" and target.projection.part == LATENT) else gain
-            expected = wanted.pop(place) if wanted is not None else own
-            entry = measure(target, target.heads, made="", gain=math.nan if expected == "any" else float(expected))
-            measured.append(entry)
-            if sentence := _failure(entry):
-                failures.append(sentence)
+            expected = math.nan if wanted is None else wanted.pop(place)
+            measured.append(measure(target, target.heads, made="", gain=expected))
     if wanted:
         raise ValueError(
             f"report is of another model: it has {', '.join(name for name, _ in wanted)}, this one does not"
         )
-    return VerifyReport(tuple(measured), tuple(failures), found.unknown)
+    if report is not None:
+        return VerifyReport(tuple(measured), _failures(measured), found.unknown)
+    return judge(measured, gain=gain, roles=roles, unknown=found.unknown)
+
+
+def judge(
+    measured: Sequence[ProjectionReport],
+    *,
+    gain: float | str = "unit",
+    roles: str = "qkv",
+    unknown: tuple[tuple[str, str], ...] = (),
+) -> VerifyReport:
+    """:func:`verify` on projections measured before, in a model or a file."""
+    expected = {"unit": 1.0, "any": math.nan}[gain] if isinstance(gain, str) else gain
+    # A latent factor has gain 1 whatever its role's (see conditioned_), and a shared one both of its roles.
+    kept = [
+        replace(entry, gain=1.0 if entry.part == LATENT and gain != "any" else expected)
+        for entry in measured
+        if set(entry.role) <= set(roles)
+    ]
+    return VerifyReport(tuple(kept), _failures(kept), unknown)
+
+
+def _failures(entries: Sequence[ProjectionReport]) -> tuple[str, ...]:
+    return tuple(sentence for entry in entries if (sentence := _failure(entry)))
+
+
+def _check_gain(gain: float | str) -> None:
+    if isinstance(gain, str):
+        _validate.choice(gain, "gain", ("unit", "any"))
+    else:
+        _validate.positive(gain, "gain")
 
 
 def _failure(entry: ProjectionReport) -> str:

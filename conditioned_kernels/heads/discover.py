@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from .families import FAMILIES, Family
-from .layout import LayoutError, LayoutFunction, Projection, from_views
+from .layout import LayoutError, LayoutFunction, Projection, attribute, from_views
 from .wrappers import full_name, own_name, quiet_parametrizations, unwrap
 
 Where = Callable[[str, nn.Module], bool]
@@ -57,6 +57,13 @@ class AttentionLayer:
     def parameter_name(self, projection: Projection) -> str:
         """The projection's weight, named from the root of the user's model."""
         return f"{self.name}.{projection.parameter}" if self.name else projection.parameter
+
+    def weight(self, projection: Projection) -> Tensor:
+        """The projection's stored weight, as the module gives it."""
+        weight = attribute(self.module, projection.parameter)
+        if not isinstance(weight, Tensor):
+            raise LayoutError(f"{self.parameter_name(projection)} must be a tensor, got {type(weight).__name__}")
+        return weight
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def _instrumented(layer: AttentionLayer, rows: dict[str, list[ProbeRow]]) -> Ite
     forward = module.forward
     owners: dict[nn.Module, tuple[bool, set[int]]] = {}
     for projection in layer.projections:
-        is_convolution = _weight(layer, projection).ndim > 2
+        is_convolution = layer.weight(projection).ndim > 2
         owners.setdefault(_owner(layer, projection), (is_convolution, set()))[1].add(_width(layer, projection))
 
     def record(owner: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -264,7 +264,7 @@ def _repeat(batch_dim: int) -> Callable[[Any], Any]:
 
 
 def _row(layer: AttentionLayer, projection: Projection, seen: _Seen) -> ProbeRow:
-    heads = projection.view(_weight(layer, projection).detach())
+    heads = projection.view(layer.weight(projection).detach())
     heads = heads.reshape(-1, *heads.shape[-2:]).float()
     wanted = torch.einsum("hri,si->shr", heads, states(heads.shape[-1], heads))
     row = layer.row
@@ -400,15 +400,8 @@ def _unit(x: Tensor, dim: int) -> Tensor:
     return torch.nn.functional.normalize(x, dim=dim, eps=1e-20)
 
 
-def _weight(layer: AttentionLayer, projection: Projection) -> Tensor:
-    weight = attribute(layer.module, projection.parameter)
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"{layer.parameter_name(projection)} must be a tensor, got {type(weight).__name__}")
-    return weight
-
-
 def _width(layer: AttentionLayer, projection: Projection) -> int:
-    return projection.view(_weight(layer, projection)).shape[-1]
+    return projection.view(layer.weight(projection)).shape[-1]
 
 
 def _owner(layer: AttentionLayer, projection: Projection) -> nn.Module:

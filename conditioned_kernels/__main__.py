@@ -1,0 +1,5 @@
+"""``python -m conditioned_kernels``: the command line."""
+
+from .cli import main
+
+main()

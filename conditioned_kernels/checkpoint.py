@@ -1,0 +1,254 @@
+"""Tensor files: read one tensor at a time, write one tensor at a time.
+
+Reading goes through safetensors, or through ``torch.load(weights_only=True)`` for torch's own files; never
+through pickle. Writing streams in safetensors' format, which the library itself can only write whole: eight
+bytes with the length of a JSON header, the header, then the tensors' bytes in its order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_WRITE_CHUNK = 16 << 20
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read or written."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Shape and dtype of one stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def cast(self, dtype: torch.dtype | None) -> Entry:
+        """The same tensor in ``dtype`` if it is a floating one."""
+        return Entry(self.shape, dtype) if dtype is not None and self.dtype.is_floating_point else self
+
+
+class Checkpoint:
+    """The tensors of a file or folder, read one at a time. Use as a context manager.
+
+    Attributes
+    ----------
+    path : as given.
+    entries : name to :class:`Entry`, in file order.
+    config : the folder's or neighboring ``config.json``, or None.
+
+    Raises
+    ------
+    CheckpointError
+        for a missing, truncated, corrupt or unsupported file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.entries: dict[str, Entry] = {}
+        self._stack = ExitStack()
+        self._load: dict[str, Callable[[], Tensor]] = {}
+        folder = self.path if self.path.is_dir() else self.path.parent
+        self.config = folder / "config.json" if (folder / "config.json").is_file() else None
+        try:
+            for file in self._files():
+                self._open_safetensors(file) if file.suffix == ".safetensors" else self._open_torch(file)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._load.clear()
+        self._stack.close()
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor ``name``, read now."""
+        try:
+            return self._load[name]()
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"cannot read {name!r} from {self.path}: {error}") from error
+
+    def _files(self) -> list[Path]:
+        if not self.path.exists():
+            raise CheckpointError(f"no such file or folder: {self.path}")
+        if self.path.is_file():
+            return [self.path]
+        for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth"):
+            if files := sorted(self.path.glob(pattern)):
+                return files
+        raise CheckpointError(f"{self.path} has no .safetensors, .bin, .pt or .pth file")
+
+    def _open_safetensors(self, file: Path) -> None:
+        safe_open = _safe_open()
+        try:
+            handle = self._stack.enter_context(safe_open(file, framework="pt"))
+            for name in handle.offset_keys() if hasattr(handle, "offset_keys") else handle.keys():
+                part = handle.get_slice(name)
+                dtype = _DTYPES.get(part.get_dtype())
+                if dtype is None:
+                    raise CheckpointError(f"{file}: {name!r} has the unsupported dtype {part.get_dtype()}")
+                self._add(file, name, Entry(tuple(part.get_shape()), dtype), partial(handle.get_tensor, name))
+        except CheckpointError:
+            raise
+        except Exception as error:  # safetensors raises its own class for every kind of damage
+            raise CheckpointError(f"{file} is no complete safetensors file: {error}") from error
+
+    def _open_torch(self, file: Path) -> None:
+        try:
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # torch raises many classes for damaged or pickled content
+            raise CheckpointError(
+                f"{file} cannot be loaded as plain tensors (weights_only=True): {str(error).splitlines()[0]}"
+            ) from error
+        for nested in ("state_dict", "model"):
+            if isinstance(loaded, Mapping) and isinstance(loaded.get(nested), Mapping):
+                loaded = loaded[nested]
+        if not isinstance(loaded, Mapping):
+            raise CheckpointError(f"{file} holds a {type(loaded).__name__}, expected a state_dict")
+        for name, value in loaded.items():
+            if isinstance(value, Tensor):
+                self._add(file, str(name), Entry(tuple(value.shape), value.dtype), partial(_given, value))
+
+    def _add(self, file: Path, name: str, entry: Entry, load: Callable[[], Tensor]) -> None:
+        if name in self.entries:
+            raise CheckpointError(f"{file}: the tensor {name!r} is in two files of {self.path}")
+        self.entries[name], self._load[name] = entry, load
+
+
+def write_safetensors(
+    path: str | Path,
+    entries: Mapping[str, Entry],
+    tensor: Callable[[str], Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    force: bool = False,
+    progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Write a safetensors file tensor by tensor, atomically.
+
+    The file appears under its name only when it is complete and on disk; an error or Ctrl-C before that leaves
+    what was there, and nothing else.
+
+    Parameters
+    ----------
+    path : the file; its folder must exist.
+    entries : what will be written, in order.
+    tensor : called once per name, in order; must return what ``entries`` promised.
+    metadata : strings for the header.
+    force : replace an existing file.
+    progress : called with the number of bytes written, after each piece.
+
+    Raises
+    ------
+    CheckpointError
+        if the file exists and ``force`` is false, or the disk is too small, full or read-only.
+    """
+    path = Path(path)
+    if path.exists() and not force:
+        raise CheckpointError(f"{path} exists; pass --force (force=True) to replace it")
+    header = _header(entries, {"format": "pt", **(metadata or {})})
+    size = 8 + len(header) + sum(entry.nbytes for entry in entries.values())
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        if (free := shutil.disk_usage(path.parent).free) < size:
+            raise CheckpointError(f"{path} needs {size / 1e9:.2f} GB, and its disk has {free / 1e9:.2f} GB free")
+        with open(unfinished, "xb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for name, entry in entries.items():
+                _write_tensor(file, name, entry, tensor(name), progress)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists() and not force:
+            raise CheckpointError(f"{path} was created in the meantime; pass --force (force=True) to replace it")
+        os.replace(unfinished, path)
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        raise CheckpointError(f"cannot write {path}: {reason}; nothing was changed") from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, entry in entries.items():
+        if entry.dtype not in _NAMES:
+            raise CheckpointError(f"{name!r} has dtype {entry.dtype}, which safetensors does not store")
+        end = offset + entry.nbytes
+        header[name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    return text + b" " * (-len(text) % 8)
+
+
+def _write_tensor(file: BinaryIO, name: str, entry: Entry, value: Tensor, progress: Callable[[int], None]) -> None:
+    if tuple(value.shape) != entry.shape or value.dtype != entry.dtype:
+        raise CheckpointError(
+            f"{name!r} was to be {entry.dtype} {entry.shape}, got {value.dtype} {tuple(value.shape)}; "
+            "the file is not written"
+        )
+    if not value.numel():
+        return
+    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    for piece in _pieces(data):
+        file.write(piece)
+        progress(len(piece))
+
+
+def _pieces(data: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(data), _WRITE_CHUNK):
+        yield data[start : start + _WRITE_CHUNK]
+
+
+def _given(value: Tensor) -> Tensor:
+    return value
+
+
+def _safe_open() -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise CheckpointError("safetensors is not installed: pip install 'conditioned_kernels[cli]'") from error
+    return safe_open

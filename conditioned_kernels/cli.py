@@ -1,0 +1,262 @@
+"""The command line ``conditioned-kernels``: thin commands over the public functions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+
+from . import report as reports
+from ._backend import backends as list_backends
+from ._version import __version__
+from .initialize.conditioned import VALUES
+from .report import printable
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Table
+except ImportError as missing:
+    sys.exit(f"conditioned-kernels needs {missing.name}: pip install 'conditioned_kernels[cli]'")
+
+app = typer.Typer(
+    help="Fast, certified conditioning of attention weights.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+# A pipe has no width of its own; wide enough keeps one row on one line.
+out = Console(width=None if sys.stdout.isatty() else 160)
+err = Console(stderr=True)
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        help="A safetensors or torch file or folder, or an architecture: transformers:gpt2, "
+        "timm:vit_base_patch16_224, torch:encoder-12x768x12."
+    ),
+]
+Like = Annotated[str | None, typer.Option(help="Architecture of a checkpoint without a config.json beside it.")]
+Config = Annotated[Path | None, typer.Option(help="JSON configuration of a transformers architecture.")]
+Seed = Annotated[int, typer.Option(help="Seed of the weights.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace existing files.")]
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def main() -> NoReturn:
+    """Run the command line. Exit code: 0, 1 if ``verify`` or ``probe`` finds a fault, 2 on error, 130 on Ctrl-C."""
+    try:
+        app(standalone_mode=False)
+        sys.exit(0)
+    except typer.Exit as exit_:
+        sys.exit(exit_.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        err.print("interrupted; nothing was left behind")
+        sys.exit(130)
+    except Exception as error:
+        if hasattr(error, "format_message"):  # a wrong option, reported by the option parser
+            err.print(f"error: {escape(error.format_message())}", highlight=False)
+        elif isinstance(error, ValueError | TypeError | OSError | RuntimeError | MemoryError):
+            err.print(
+                f"error: {escape(printable(str(error) or type(error).__name__))}", highlight=False, soft_wrap=True
+            )
+        else:
+            raise
+        sys.exit(2)
+
+
+@app.command()
+def inspect(
+    source: Source,
+    like: Like = None,
+    config: Config = None,
+    seed: Seed = 0,
+    heads: Annotated[bool, typer.Option("--heads", help="Print every head, not only layers.")] = False,
+    csv: Annotated[Path | None, typer.Option(help="Write one line per head.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write one object per head.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write heat maps of kappa.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write everything to one self-contained page.")] = None,
+    force: Force = False,
+) -> None:
+    """Condition number of W_Q, W_K and W_V of every head of a model."""
+    files = {"--csv": csv, "--json": json, "--png": png, "--html": html}
+    for option, path in files.items():
+        _check_output(option, path, force)
+    with _counting("heads") as progress:
+        from .sources import measure_source
+
+        entries, unknown = measure_source(source, like=like, config=config, seed=seed, progress=progress)
+    rows = reports.head_rows(entries) if heads else reports.layer_table(entries)
+    _table(rows)
+    _unknown(unknown)
+    out.print(f"{reports.summarize(entries)}.", highlight=False)
+    if csv:
+        reports.write_csv(csv, entries)
+    if json:
+        reports.write_json(json, entries)
+    if png:
+        reports.write_png(png, reports.kappa_figure({"": entries}))
+    if html:
+        reports.inspection_html(html, source, entries)
+    _written(*files.values())
+
+
+@app.command()
+def init(
+    source: Source,
+    out_path: Annotated[Path, typer.Option("--out", help="A .safetensors file, or a folder.")],
+    like: Like = None,
+    config: Config = None,
+    seed: Seed = 0,
+    gain: Annotated[
+        str, typer.Option(help="unit, preserve or a number; per role as q=unit,k=unit,v=preserve.")
+    ] = "unit",
+    value: Annotated[str, typer.Option(help=f"W_V: {', '.join(VALUES)}.")] = "block",
+    dtype: Annotated[str | None, typer.Option(help="Of the written weights: fp64, fp32, fp16 or bf16.")] = None,
+    attention_only: Annotated[bool, typer.Option("--attention-only", help="Write only Q, K and V weights.")] = False,
+    force: Force = False,
+) -> None:
+    """Write a conditioned model to safetensors: semi-orthogonal W_Q and W_K, identity W_V."""
+    from .sources import InitOptions, init_file
+
+    if dtype is not None and dtype not in DTYPES:
+        raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, got {dtype!r}", param_hint="--dtype")
+    options = InitOptions(seed, _parse_gain(gain), value)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=err,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("writing", total=None)
+        result = init_file(
+            source,
+            out_path,
+            options=options,
+            like=like,
+            config=config,
+            dtype=None if dtype is None else DTYPES[dtype],
+            attention_only=attention_only,
+            force=force,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    out.print(printable_lines(str(result)), highlight=False, markup=False)
+    _written(out_path)
+
+
+@app.command()
+def verify(
+    source: Source,
+    like: Like = None,
+    config: Config = None,
+    seed: Seed = 0,
+    gain: Annotated[str, typer.Option(help="Expected singular value: unit, any, or a number.")] = "unit",
+    roles: Annotated[str, typer.Option(help="Roles to check.")] = "qkv",
+) -> None:
+    """Check that every head's singular values equal its gain; exit code 1 if not."""
+    from .sources import measure_source
+    from .verify import judge
+
+    expected = gain if gain in ("unit", "any") else _parse_number(gain, "--gain")
+    with _counting("heads") as progress:
+        entries, unknown = measure_source(source, like=like, config=config, seed=seed, progress=progress)
+    result = judge(entries, gain=expected, roles=roles, unknown=unknown)
+    out.print(printable_lines(str(result)), highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(0 if result.ok else 1)
+
+
+@app.command()
+def backends() -> None:
+    """Which implementations are available and, for the rest, why not."""
+    _table([{"backend": name, "status": status} for name, status in list_backends().items()])
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    out.print(f"conditioned_kernels {__version__}, torch {torch.__version__}", highlight=False)
+
+
+@app.command()
+def demo(
+    out_path: Annotated[Path, typer.Option("--out", help="The report to write.")] = Path("report.html"),
+    steps: Annotated[int, typer.Option(min=1, help="Training steps per initialization.")] = 300,
+    seed: Seed = 0,
+    force: Annotated[bool, typer.Option("--force/--no-force", help="Replace an existing report.")] = True,
+) -> None:
+    """Condition GPT-2 small, then train a small language model with and without; at most 3 minutes on 2 cores."""
+    from .demo_run import run_demo
+
+    _check_output("--out", out_path, force)
+    run_demo(out, err, out_path, steps=steps, seed=seed)
+    _written(out_path)
+
+
+def _table(rows: list[dict[str, Any]], title: str | None = None) -> None:
+    if not rows:
+        return
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for number, name in enumerate(rows[0]):
+        # The first column holds names and may wrap; numbers must stay whole.
+        table.add_column(escape(name), justify="right" if number > 1 else "left", no_wrap=number > 1, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(reports.cell(value)) for value in row.values()))
+    out.print(table)
+
+
+def _unknown(unknown: tuple[tuple[str, str], ...]) -> None:
+    for name, reason in unknown:
+        out.print(escape(printable(f"unknown attention {name}: {reason}")), highlight=False)
+
+
+@contextmanager
+def _counting(what: str) -> Iterator[Any]:
+    """A progress display on standard error; yields a function that adds to the count."""
+    with Progress(TextColumn("{task.description}"), MofNCompleteColumn(), console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda number: bar.advance(task, number)
+
+
+def _check_output(option: str, path: Path | None, force: bool) -> None:
+    if path is None:
+        return
+    if path.exists() and not force:
+        raise ValueError(f"{option}: {path} exists; pass --force to replace it")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option}: the folder {path.parent} does not exist")
+
+
+def _written(*paths: Path | None) -> None:
+    for path in paths:
+        if path is not None:
+            out.print(f"wrote {escape(printable(str(path)))}", highlight=False, soft_wrap=True)
+
+
+def printable_lines(text: str) -> str:
+    """Several lines with control characters made visible in each."""
+    return "\n".join(map(printable, text.splitlines()))
+
+
+def _parse_gain(text: str) -> Any:
+    if "=" not in text:
+        return text if text in ("unit", "preserve") else _parse_number(text, "--gain")
+    gains = {}
+    for part in text.split(","):
+        role, _, size = part.partition("=")
+        gains[role.strip()] = _parse_gain(size.strip())
+    return gains
+
+
+def _parse_number(text: str, option: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{option}: expected a number or a word it names, got {text!r}") from None

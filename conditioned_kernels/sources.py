@@ -1,0 +1,353 @@
+"""Measure and initialize models that are files: one tensor, or one attention layer, in memory at a time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import architectures
+from .checkpoint import Checkpoint, CheckpointError, Entry, write_safetensors
+from .heads.discover import AttentionLayer, named_modules
+from .initialize import InitReport, conditioned_
+from .initialize.apply import Target, locate, measure, resolve
+from .initialize.init_report import ProjectionReport
+
+Progress = Callable[[int], None]
+
+
+@contextmanager
+def opened(
+    path: str | Path, like: str | None, config: str | Path | None
+) -> Iterator[tuple[Checkpoint, nn.Module, dict[str, str]]]:
+    """A checkpoint, its architecture on the meta device, and the map from the model's names to the file's.
+
+    The architecture is ``like``, else the ``config.json`` beside the file.
+    """
+    with Checkpoint(path) as checkpoint:
+        if like is not None:
+            model = architectures.build(like, config=config, device="meta")
+        elif (found := config or checkpoint.config) is not None:
+            with torch.device("meta"):
+                model = architectures.from_config(architectures.transformers_config(None, found))
+        else:
+            raise CheckpointError(
+                f"{path} does not say what model it is of, and no config.json lies beside it; name its architecture "
+                "with --like, e.g. --like transformers:bert --config config.json"
+            )
+        found_layers = locate(model, where=None, layouts=None, strict=False)
+        yield checkpoint, model, match_names([target.name for target in resolve(found_layers)], checkpoint)
+
+
+def match_names(wanted: list[str], checkpoint: Checkpoint) -> dict[str, str]:
+    """Names of the model to names in the file, which may add or lack one prefix, such as "bert.".
+
+    Raises
+    ------
+    CheckpointError
+        if no prefix fits all of them.
+    """
+    wanted = list(dict.fromkeys(wanted))
+    prefixes = {""}
+    for name in checkpoint.entries:
+        if name.endswith(wanted[0]):
+            prefixes.add(name[: -len(wanted[0])])
+    stripped = wanted[0].split(".")
+    for i in range(1, len(stripped)):
+        prefixes.add("-" + ".".join(stripped[:i]) + ".")
+    best: dict[str, str] = {}
+    for prefix in sorted(prefixes, key=len):
+        names = {name: name.removeprefix(prefix[1:]) if prefix.startswith("-") else prefix + name for name in wanted}
+        found = {name: file for name, file in names.items() if file in checkpoint.entries}
+        if len(found) > len(best):
+            best = found
+    missing = [name for name in wanted if name not in best]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.path} lacks {len(missing)} of the architecture's {len(wanted)} attention weights, "
+            f"{missing[0]!r} first; name the right architecture with --like"
+        )
+    return best
+
+
+def measure_source(
+    source: str,
+    *,
+    like: str | None = None,
+    config: str | Path | None = None,
+    seed: int = 0,
+    progress: Progress = lambda _: None,
+) -> tuple[tuple[ProjectionReport, ...], tuple[tuple[str, str], ...]]:
+    """(entries, unknown): kappa of every head of an architecture or a checkpoint.
+
+    Parameters
+    ----------
+    source : an architecture's name, or a file or folder of safetensors or torch tensors.
+    like, config : the architecture of a checkpoint; default the ``config.json`` beside it.
+    seed : of an architecture's own initialization.
+    progress : called with the number of heads measured, after each projection.
+
+    Raises
+    ------
+    ArchitectureError, CheckpointError, NoAttentionFound, LayoutError, TypeError
+        naming the file or parameter.
+    """
+    entries = []
+    if architectures.is_architecture(source):
+        model = architectures.build(source, config=config, seed=seed)
+        found = locate(model, where=None, layouts=None, strict=False)
+        for target in resolve(found):
+            entries.append(measure(target, target.heads, made="", gain=float("nan")))
+            progress(entries[-1].heads)
+        return tuple(entries), found.unknown
+    with opened(source, like, config) as (checkpoint, model, names):
+        found = locate(model, where=None, layouts=None, strict=False)
+        last, tensor = "", torch.empty(0)
+        for target in resolve(found):
+            if target.name != last:
+                tensor, last = checkpoint.tensor(names[target.name]), target.name
+            _check_stored(names[target.name], checkpoint.entries[names[target.name]], target.weight)
+            entries.append(measure(target, target.projection.view(tensor), made="", gain=float("nan")))
+            progress(entries[-1].heads)
+    return tuple(entries), found.unknown
+
+
+@dataclass(frozen=True)
+class InitOptions:
+    """What to do to each head; see :func:`conditioned_kernels.conditioned_`."""
+
+    seed: int = 0
+    gain: Any = "unit"
+    value: str = "block"
+
+    def apply(self, model: nn.Module, **more: Any) -> InitReport:
+        """:func:`conditioned_` with these options, leaving unknown attention alone (the report lists it)."""
+        return conditioned_(model, seed=self.seed, gain=self.gain, value=self.value, strict=False, **more)
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether the result depends on the weights that were there."""
+        gains = self.gain.values() if isinstance(self.gain, Mapping) else (self.gain,)
+        return self.value == "keep" or "preserve" in gains
+
+
+def init_file(
+    source: str,
+    out: str | Path,
+    *,
+    options: InitOptions,
+    like: str | None = None,
+    config: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    attention_only: bool = False,
+    force: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> InitReport:
+    """Write a conditioned model to a safetensors file, or to a folder as transformers reads it.
+
+    Parameters
+    ----------
+    source : an architecture's name, or a checkpoint whose other tensors are copied.
+    out : a ``.safetensors`` file, or a folder (made if missing) for model.safetensors and the configuration.
+    options : seed, gain and value.
+    like, config : as in :func:`measure_source`.
+    dtype : of the written floating tensors; default as they are.
+    attention_only : write only the Q, K and V weights, one attention layer in memory at a time.
+    force : replace existing files.
+    progress : called with (bytes written, bytes in all).
+
+    Raises
+    ------
+    As :func:`measure_source` and :func:`~conditioned_kernels.checkpoint.write_safetensors`; nothing is left behind.
+    """
+    out = Path(out)
+    file = out if out.suffix == ".safetensors" else out / "model.safetensors"
+    if file.exists() and not force:
+        raise CheckpointError(f"{file} exists; pass --force (force=True) to replace it")
+    with ExitStack() as stack:
+        if not architectures.is_architecture(source):
+            job = _checkpoint_job(*stack.enter_context(opened(source, like, config)), options, attention_only)
+        elif attention_only:
+            job = _meta_job(architectures.build(source, config=config, device="meta"), options)
+        else:
+            job = _model_job(architectures.build(source, config=config, seed=options.seed), options)
+        entries = {name: entry.cast(dtype) for name, entry in job.entries.items()}
+        total, done = sum(entry.nbytes for entry in entries.values()), 0
+
+        def count(written: int) -> None:
+            nonlocal done
+            done += written
+            progress(done, total)
+
+        stack.enter_context(_folder(file.parent))
+        write_safetensors(
+            file, entries, lambda name: job.tensor(name).to(entries[name].dtype), force=force, progress=count
+        )
+        if out != file:
+            job.save_config(out)
+    return job.report()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What to write: the entries in order, each one's value when asked for, then the rest of a folder."""
+
+    entries: dict[str, Entry]
+    tensor: Callable[[str], Tensor]
+    report: Callable[[], InitReport]
+    save_config: Callable[[Path], None]
+
+
+def _model_job(model: nn.Module, options: InitOptions) -> _Job:
+    report = options.apply(model)
+    tensors = _state_dict(model)
+    entries = {name: Entry(tuple(value.shape), value.dtype) for name, value in tensors.items()}
+    return _Job(entries, tensors.__getitem__, lambda: report, lambda out: _save_config(model, out))
+
+
+def _meta_job(model: nn.Module, options: InitOptions) -> _Job:
+    layers = _LayerByLayer(model, options, _own_initialization(model, options), overwrite=False)
+    entries = {name: Entry(tuple(weight.shape), weight.dtype) for name, weight in layers.weights.items()}
+    return _Job(entries, layers.tensor, layers.report, lambda out: _save_config(model, out))
+
+
+def _checkpoint_job(
+    checkpoint: Checkpoint, model: nn.Module, names: dict[str, str], options: InitOptions, attention_only: bool
+) -> _Job:
+    layers = _LayerByLayer(model, options, _stored_weights(checkpoint, names), overwrite=True)
+    back = {stored: name for name, stored in names.items()}
+    entries = {name: entry for name, entry in checkpoint.entries.items() if name in back or not attention_only}
+    return _Job(
+        entries,
+        lambda name: layers.tensor(back[name]) if name in back else checkpoint.tensor(name),
+        layers.report,
+        lambda out: _copy_side_files(checkpoint.path, out),
+    )
+
+
+class _LayerByLayer:
+    """Conditioned weights by name, holding the values of one attention layer of a meta model at a time."""
+
+    def __init__(
+        self, model: nn.Module, options: InitOptions, fill: Callable[[AttentionLayer], None], *, overwrite: bool
+    ) -> None:
+        self.model, self.options, self.fill, self.overwrite = model, options, fill, overwrite
+        self.found = locate(model, where=None, layouts=None, strict=False)
+        self.targets: dict[str, Target] = {target.name: target for target in resolve(self.found)}
+        self.weights: dict[str, Tensor] = {name: target.weight for name, target in self.targets.items()}
+        self.reports: list[InitReport] = []
+        self._ready: dict[str, Tensor] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self._ready:
+            self._ready.clear()
+            module = self.targets[name].layer.module
+            self.fill(self.targets[name].layer)
+            only = {"where": lambda _, candidate: candidate is module}
+            self.reports.append(self.options.apply(self.model, include_frozen=True, overwrite=self.overwrite, **only))
+            mine = {other: target for other, target in self.targets.items() if target.layer.module is module}
+            self._ready = {other: target.weight.detach() for other, target in mine.items()}
+            module.to("meta")
+        return self._ready[name]
+
+    def report(self) -> InitReport:
+        touched = tuple(entry for report in self.reports for entry in report.touched)
+        return InitReport("conditioned", self.options.seed, touched, (), self.found.unknown)
+
+
+def _own_initialization(model: Any, options: InitOptions) -> Callable[[AttentionLayer], None]:
+    """Give a meta layer memory and, where any of its old values will show, its library's own initialization."""
+
+    def fill(layer: AttentionLayer) -> None:
+        layer.module.to_empty(device="cpu")
+        weights = {each.parameter: layer.weight(each) for each in layer.projections}
+        written = sum(each.view(weights[each.parameter]).numel() for each in layer.projections)
+        if not options.reads_weights and written == sum(weight.numel() for weight in weights.values()):
+            return
+        with torch.random.fork_rng([]):
+            torch.manual_seed(options.seed)
+            module: Any
+            for _, module in named_modules(layer.module):
+                if hasattr(model, "_init_weights"):
+                    model._init_weights(module)
+                elif hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+                elif hasattr(module, "_reset_parameters"):
+                    module._reset_parameters()
+
+    return fill
+
+
+def _stored_weights(checkpoint: Checkpoint, names: Mapping[str, str]) -> Callable[[AttentionLayer], None]:
+    """Give a meta layer its Q, K and V weights from the checkpoint."""
+
+    def fill(layer: AttentionLayer) -> None:
+        for projection in layer.projections:
+            stored = names[layer.parameter_name(projection)]
+            path, _, name = projection.parameter.rpartition(".")
+            owner = layer.module.get_submodule(path)
+            _check_stored(stored, checkpoint.entries[stored], getattr(owner, name))
+            owner._parameters[name] = nn.Parameter(checkpoint.tensor(stored).clone())
+
+    return fill
+
+
+def _state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state_dict with every storage once: transformers' tied names are left out, as it restores them on loading."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    seen: set[tuple[int, int, tuple[int, ...]]] = set()
+    tensors = {}
+    for name, value in model.state_dict().items():
+        place = (value.untyped_storage()._cdata, int(value.storage_offset()), tuple(value.shape))
+        if name not in tied and place not in seen:
+            tensors[name] = value
+            seen.add(place)
+    return tensors
+
+
+@contextmanager
+def _folder(path: Path) -> Iterator[None]:
+    """Make the folder, and take it away again if what follows fails and it is empty."""
+    made = not path.exists()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make the folder {path}: {error.strerror}") from error
+    try:
+        yield
+    except BaseException:
+        if made and not any(path.iterdir()):
+            path.rmdir()
+        raise
+
+
+def _save_config(model: Any, out: Path) -> None:
+    if hasattr(model, "config"):
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(out)
+
+
+def _check_stored(name: str, entry: Entry, weight: Tensor) -> None:
+    if entry.shape != tuple(weight.shape):
+        raise CheckpointError(
+            f"{name} has shape {entry.shape}, the architecture expects {tuple(weight.shape)}; name the right one "
+            "with --like"
+        )
+    if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
+        raise TypeError(
+            f"{name} is stored as {str(entry.dtype).removeprefix('torch.')}, a quantized format whose bytes are no "
+            "weights; dequantize the checkpoint first"
+        )
+
+
+def _copy_side_files(source: Path, out: Path) -> None:
+    """Configuration and tokenizer of a transformers folder, so that the result loads like the original."""
+    for path in sorted(source.iterdir()) if source.is_dir() else ():
+        if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and "index" not in path.name:
+            shutil.copyfile(path, out / path.name)
