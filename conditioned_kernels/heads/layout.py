@@ -102,7 +102,15 @@ POSITION = "position"
 
 
 class Layout(Protocol):
-    """Maps an attention module to its projections."""
+    """Maps an attention module to its projections.
+
+    Attributes
+    ----------
+    form : the storage form in words, for the support table.
+    """
+
+    @property
+    def form(self) -> str: ...
 
     def __call__(self, module: nn.Module) -> tuple[Projection, ...]: ...
 
@@ -124,6 +132,12 @@ class Blocked:
     input_major: bool = False
     head_dim: str = ""
     part: str = ""
+
+    @property
+    def form(self) -> str:
+        stored = "(in, out) " if self.input_major else ""
+        blocks = " in blocks" if len(self.roles) > 1 else ""
+        return f"{stored}{self.name} [{' '.join(_named(role, self.part) for role in self.roles)}]{blocks}"
 
     def __call__(self, module: nn.Module) -> tuple[Projection, ...]:
         parameter = weight_name(self.name)
@@ -156,6 +170,11 @@ class Separate:
     head_dim: str = ""
     part: str = ""
 
+    @property
+    def form(self) -> str:
+        named = (("q", self.q), ("k", self.k), ("v", self.v))
+        return ", ".join(f"{name} [{_named(role, self.part)}]" for role, name in named if name)
+
     def __call__(self, module: nn.Module) -> tuple[Projection, ...]:
         named = (("q", self.q), ("k", self.k), ("v", self.v))
         return tuple(
@@ -182,6 +201,10 @@ class Interleaved:
     head_dim: str = ""
     shards: str = ""
 
+    @property
+    def form(self) -> str:
+        return f"{self.name} [{' '.join(map(_named, self.roles))}] per {'shard' if self.shards else 'head'}"
+
     def __call__(self, module: nn.Module) -> tuple[Projection, ...]:
         parameter, heads, kinds = weight_name(self.name), count(module, self.heads), len(self.roles)
         size = head_rows(module, parameter, heads * kinds, self.head_dim)
@@ -206,6 +229,11 @@ class Sections:
     name: str
     sections: tuple[tuple[str, str, str], ...]
     heads: str = ""
+
+    @property
+    def form(self) -> str:
+        sections = " ".join(_named(role, part) for role, part, _ in self.sections)
+        return f"{self.name} [{sections}]{' per head' if self.heads else ''}"
 
     def __call__(self, module: nn.Module) -> tuple[Projection, ...]:
         parameter = weight_name(self.name)
@@ -233,6 +261,10 @@ class Grouped:
     heads: str
     kv_heads: str
 
+    @property
+    def form(self) -> str:
+        return f"{self.name} [Q.. K V] per K/V head"
+
     def __call__(self, module: nn.Module) -> tuple[Projection, ...]:
         parameter, groups = weight_name(self.name), count(module, self.kv_heads)
         queries = divide(count(module, self.heads), groups, self.heads)
@@ -250,6 +282,10 @@ class Joined:
 
     layouts: tuple[Layout, ...]
 
+    @property
+    def form(self) -> str:
+        return ", ".join(layout.form for layout in self.layouts)
+
     def __call__(self, module: nn.Module) -> tuple[Projection, ...]:
         return tuple(projection for layout in self.layouts for projection in layout(module))
 
@@ -261,6 +297,10 @@ class IfPresent:
     name: str
     layout: Layout
 
+    @property
+    def form(self) -> str:
+        return f"{self.layout.form} where present"
+
     def __call__(self, module: nn.Module) -> tuple[Projection, ...]:
         return self.layout(module) if getattr(module, self.name, None) is not None else ()
 
@@ -270,6 +310,10 @@ class Choose:
     """Takes the first layout whose attribute path is true on the module; the last one needs none ("")."""
 
     options: tuple[tuple[str, Layout], ...]
+
+    @property
+    def form(self) -> str:
+        return " or ".join(layout.form for _, layout in self.options)
 
     def __call__(self, module: nn.Module) -> tuple[Projection, ...]:
         for flag, layout in self.options:
@@ -287,7 +331,6 @@ def from_views(module: nn.Module, views: Mapping[str, Tensor]) -> tuple[Projecti
         if a view is not a view of one of the module's parameters, does not have at least three dimensions,
         has elements that share memory, or overlaps another view.
     """
-    by_storage = {p.untyped_storage()._cdata: (name, p) for name, p in module.named_parameters()}
     projections, seen = [], dict[str, Tensor]()
     for role, view in views.items():
         if role not in ROLES:
@@ -297,22 +340,30 @@ def from_views(module: nn.Module, views: Mapping[str, Tensor]) -> tuple[Projecti
                 f"the layout's {role!r} must be a tensor (*heads, head_dim, in_features), 3 or more dimensions, got "
                 f"{tuple(view.shape) if isinstance(view, Tensor) else type(view).__name__}"
             )
-        found = by_storage.get(view.untyped_storage()._cdata)
+        found = next(((name, p) for name, p in module.named_parameters() if _is_inside(view, p)), None)
         if found is None:
             raise LayoutError(
                 f"the layout's {role!r} is not a view of a parameter of {type(module).__name__}: it must share "
                 "storage, so use view, unflatten, transpose and indexing, and no reshape, contiguous or to that copies"
             )
         name, parameter = found
+        _validate.floating(parameter, name)
         offset = int(view.storage_offset() - parameter.storage_offset())
         strided = StridedView(tuple(parameter.shape), tuple(view.shape), tuple(view.stride()), offset)
         projections.append(Projection(role, name, strided))
-        marks = seen.setdefault(name, torch.zeros(parameter.shape, dtype=torch.int8, device="cpu"))
-        cover = projections[-1].view(marks)
-        cover.add_(1)
-        if int(marks.max()) > 1 or int(cover.sum()) != cover.numel():
+        taken = seen.setdefault(name, torch.zeros(parameter.shape, dtype=torch.bool, device="cpu"))
+        cover = strided(taken)
+        if _validate.overlaps_itself(cover) or cover.any():
             raise LayoutError(f"the layout's {role!r} overlaps itself or another role inside {name!r}")
+        cover.fill_(True)
     return tuple(projections)
+
+
+def _is_inside(view: Tensor, parameter: Tensor) -> bool:
+    """Whether ``view`` starts inside ``parameter``; several parameters may share one storage."""
+    if view.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
+        return False
+    return 0 <= int(view.storage_offset() - parameter.storage_offset()) < max(parameter.numel(), 1)
 
 
 def as_matrix(weight: Tensor) -> Tensor:
@@ -375,6 +426,11 @@ def divide(total: int, parts: int, what: str) -> int:
     if total % parts or not total:
         raise LayoutError(f"{what}: {total} is not a positive multiple of {parts}, so the heads have no equal size")
     return total // parts
+
+
+def _named(role: str, part: str = "") -> str:
+    """Q or K.rope, or gate for a block that is left alone."""
+    return "gate" if role == "-" else f"{role.upper()}.{part}" if part else role.upper()
 
 
 LayoutFunction = Callable[[nn.Module], "Mapping[str, Tensor] | tuple[Projection, ...]"]
