@@ -360,10 +360,12 @@ def from_views(module: nn.Module, views: Mapping[str, Tensor]) -> tuple[Projecti
 
 
 def _is_inside(view: Tensor, parameter: Tensor) -> bool:
-    """Whether ``view`` starts inside ``parameter``; several parameters may share one storage."""
+    """Whether ``view`` lies inside ``parameter``; several parameters may share one storage."""
     if view.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
         return False
-    return 0 <= int(view.storage_offset() - parameter.storage_offset()) < max(parameter.numel(), 1)
+    first = int(view.storage_offset() - parameter.storage_offset())
+    reach = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    return first >= 0 and first + reach < max(parameter.numel(), 1)
 
 
 def as_matrix(weight: Tensor) -> Tensor:
@@ -376,10 +378,10 @@ def as_matrix(weight: Tensor) -> Tensor:
 
 
 def attribute(module: object, path: str) -> object:
-    """``module.a.b`` for the path "a.b", looking through wrappers and adapters of ``a``; the module itself for ""."""
+    """``module.a.b`` for the path "a.b", looking through wrappers and adapters where ``a`` itself has no ``b``."""
     value = module
     for name in filter(None, path.split(".")):
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module) and not hasattr(value, name):
             value, _ = look_through(value)
         if not hasattr(value, name):
             raise LayoutError(f"{type(module).__name__} has no attribute {path!r}, which its family row reads")

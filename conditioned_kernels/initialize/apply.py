@@ -284,11 +284,11 @@ def write_all(writes: list[tuple[Target, Tensor]], scheme: str) -> None:
 
 def _restorer(target: Target) -> Callable[[], None]:
     """A function that puts back every bit that :func:`_write` may change."""
-    if not target.parametrized:
-        places = [target.heads]
-    else:
+    places = [target.heads]
+    if target.parametrized:
+        # The tensors themselves and no views, since an assignment may give them other memory.
         state = parametrizations(target.owner, target.attribute)
-        places = [tensor.detach() for tensor in (*state.parameters(), *state.buffers())]
+        places = [*state.parameters(), *state.buffers()]
     copies = [place.clone() for place in places]
 
     def restore() -> None:
