@@ -69,10 +69,20 @@ def test_every_class_of_the_table_has_a_case() -> None:
     assert covered <= {name for family in FAMILIES for name in family.classes}
 
 
+@torch.no_grad()
+def train_a_little(model: nn.Module) -> None:
+    """Biases and norm gains as a trained model has them: not 0 and not 1."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1 if name.endswith("weight") else 0.3)
+    for name, buffer in model.named_buffers():
+        if "running" in name:
+            buffer.add_(torch.rand_like(buffer))
+
+
 def test_layout_is_proved_by_the_forward(case: Case) -> None:
-    """B03: the acceptance test of every layout, with dense weights and with conditioned ones."""
+    """B03: the acceptance test of every layout, with dense weights, trained biases and gains, then conditioned."""
     model, args, kwargs = case.build()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = ck.find_attention(model)
     assert not found.unknown
     layer = next(layer for layer in found.layers if layer.family == case.covers)
@@ -81,6 +91,8 @@ def test_layout_is_proved_by_the_forward(case: Case) -> None:
         for each in layer.projections
     }
     assert heads == case.heads
+    train_a_little(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     report = ck.probe(model, *args, **kwargs)
     assert report.ok, str(report)
     assert len(report.rows) == sum(len(layer.projections) for layer in found.layers)
@@ -247,3 +259,38 @@ def test_a_mutated_layout_fails_the_probe(case: Case) -> None:
     assert {"shift down", "shift up"} <= set(kinds)
     passed = [f"{kind}: {row}" for kind, row in zip(kinds, report.rows, strict=True) if row.ok]
     assert not passed
+
+
+@pytest.mark.parametrize("name", ["bert-base", "swin-base"])
+def test_full_size_default_configurations(name: str) -> None:
+    """Built, conditioned, and run forward in training and evaluation mode; the other five run outside the suite."""
+    inputs: dict[str, Tensor]
+    if name == "bert-base":
+        transformers = pytest.importorskip("transformers")
+        model, inputs = transformers.BertModel(transformers.BertConfig()), {"input_ids": torch.arange(1, 9)[None]}
+    else:
+        timm = pytest.importorskip("timm")
+        model, inputs = timm.create_model("swin_base_patch4_window7_224"), {"x": torch.randn(1, 3, 224, 224)}
+    report = ck.conditioned_(model)
+    assert not report.unknown
+    assert len({entry.layer for entry in report.touched}) == {"bert-base": 12, "swin-base": 24}[name]
+    assert all((entry.estimate.kappa - 1).max() < 1e-5 for entry in report.touched)
+    for training in (True, False):
+        model.train(training)
+        with torch.no_grad():
+            output = model(**inputs)
+        assert (output if isinstance(output, Tensor) else output.last_hidden_state).isfinite().all()
+
+
+def test_the_fast_path_reads_the_same_heads() -> None:
+    """torch's fused encoder layer, which calls no submodule, agrees with the separate products."""
+    model = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True).eval()
+    ck.conditioned_(model)
+    states = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        fast = model(states)
+    assert torch.allclose(fast, model(states), atol=1e-5)
+    assert ck.probe(model, states).ok
+    assert torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad():
+        assert torch.equal(model(states), fast)

@@ -89,7 +89,11 @@ def test_b24_names_are_the_users_own(wrap: Callable[[nn.Module], nn.Module]) -> 
     assert {entry.parameter for entry in report.touched} == {"self_attn.in_proj_weight"}
     assert torch.equal(model.self_attn.in_proj_weight, bare.self_attn.in_proj_weight)
     assert ck.verify(wrap(model), expected).ok
-    assert ck.probe(model, torch.randn(1, 5, 16)).ok
+    if not isinstance(wrap(model), nn.DataParallel):
+        wrapped = wrap(model)
+        before = wrapped(torch.randn(2, 5, 16))
+        assert ck.probe(wrapped, torch.randn(1, 5, 16)).ok
+        assert wrapped(torch.randn(2, 5, 16)).shape == before.shape
 
 
 def test_b24_only_classes_are_looked_through() -> None:

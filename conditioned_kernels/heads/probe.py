@@ -93,8 +93,9 @@ def probe(
 ) -> ProbeReport:
     """Run ``model(*args, **kwargs)`` once and compare, per layer, role and head, its q, k, v with its layout's.
 
-    v is compared exactly, q and k up to a positive factor per vector and per row (softmax scale, QK norm and its
-    gains), after the response to the zero state (the bias) is subtracted. Rotary embeddings are the identity at the
+    v is compared exactly (or up to a positive factor per row, which a batch norm gives it), q and k up to a positive
+    factor per vector and per row (softmax scale, QK norm and its gains), with the biases of the layers taken as zero
+    while it runs. Rotary embeddings are the identity at the
     first position, which is the one compared. Channel attention, which norms q and k over tokens, is compared per
     channel. The model's weights, mode and random state are left as they were.
 
@@ -143,7 +144,13 @@ def _plain_attention(model: nn.Module) -> Iterator[None]:
     try:
         model.eval()
         torch.backends.mha.set_fastpath_enabled(False)
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng(list(devices)):
+        with (
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            torch.random.fork_rng(list(devices)),
+            # A compiled model runs as written, so that its products can be seen.
+            torch.compiler.set_stance("force_eager"),
+        ):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -191,11 +198,21 @@ def _instrumented(layer: AttentionLayer, rows: dict[str, list[ProbeRow]]) -> Ite
         rows[layer.name] = [_row(layer, projection, seen) for projection in layer.projections]
         return result
 
+    # A norm after a bias mixes the two, so that no subtraction could take the bias out again.
+    biases = [
+        (parameter, parameter.data)
+        for name, parameter in module.named_parameters()
+        if parameter.ndim == 1 and "bias" in name.rpartition(".")[2]
+    ]
     module.forward = recorded
     try:
+        for parameter, data in biases:
+            parameter.data = torch.zeros_like(data)
         yield
     finally:
         del module.forward
+        for parameter, data in biases:
+            parameter.data = data
         for hook in hooks:
             hook.remove()
 
@@ -328,36 +345,70 @@ def _per_head(operand: Tensor, heads: int, rows: int) -> Iterator[Tensor]:
 Comparison = Callable[[Tensor, Tensor], list[float]]
 """(reading (samples, heads, tokens, rows), wanted (states, heads, rows)) to the relative difference per head."""
 
-
-def _comparisons(projection: Projection, channel: bool) -> tuple[Comparison, ...]:
-    """What a reading may be, the likeliest first."""
-    if projection.role == "v":
-        return partial(_first_token, _same), partial(_along_tokens, _same), partial(_any_token, _same)
-    if channel:
-        return (_per_channel,)
-    at_first = tuple(partial(_first_token, form) for form in (_direction, _centered, _equilibrated))
-    return *at_first, partial(_along_tokens, _direction)
-
-
 Form = Callable[[Tensor], Tensor]
 """Brings (states, heads, tokens, rows) to a normal form, so that allowed differences vanish."""
 
 
-def _first_token(form: Form, reading: Tensor, wanted: Tensor) -> list[float]:
+def _comparisons(projection: Projection, channel: bool) -> tuple[Comparison, ...]:
+    """What a reading may be, the likeliest first."""
+    if projection.role == "v":
+        exact = tuple(partial(place, _same, _same) for place in (_first_token, _along_tokens, _any_token))
+        return *exact, partial(_first_token, _rows, _rows)
+    if channel:
+        return (_per_channel,)
+    return (
+        partial(_first_token, _vectors, _vectors),
+        partial(_first_token, _equilibrated, _equilibrated),
+        partial(_first_token, _equilibrated, _centered),
+        partial(_along_tokens, _vectors, _vectors),
+    )
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _vectors(x: Tensor) -> Tensor:
+    """Each vector up to a positive factor: a softmax scale, an RMS norm without gains."""
+    return _unit(x, -1)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Each row of the weight up to a positive factor: a batch norm in evaluation mode."""
+    return _unit(x, 0)
+
+
+def _equilibrated(x: Tensor) -> Tensor:
+    """Each vector and each row up to positive factors: an RMS norm with gains. Unique by Sinkhorn's theorem."""
+    for _ in range(20):
+        x = _unit(_unit(x, -1), 0)
+    return x
+
+
+def _centered(x: Tensor) -> Tensor:
+    """What a layer norm makes of each vector, in the form of :func:`_equilibrated`."""
+    return _equilibrated(x - x.mean(-1, keepdim=True))
+
+
+def _unit(x: Tensor, dim: int) -> Tensor:
+    return torch.nn.functional.normalize(x, dim=dim, eps=1e-20)
+
+
+def _first_token(found: Form, wanted: Form, reading: Tensor, response: Tensor) -> list[float]:
     """State s is the first token of sample s."""
-    return _any_token(form, reading[:, :, :1], wanted)
+    return _any_token(found, wanted, reading[:, :, :1], response)
 
 
-def _any_token(form: Form, reading: Tensor, wanted: Tensor) -> list[float]:
+def _any_token(found: Form, wanted: Form, reading: Tensor, response: Tensor) -> list[float]:
     """State s is the same token of every sample s; which one is searched, since padding may come before it."""
-    return _relative(form(reading - reading[:1]), form(wanted[:, :, None]), (0, 3))
+    return _relative(found(reading - reading[:1]), wanted(response[:, :, None]), (0, 3))
 
 
-def _along_tokens(form: Form, reading: Tensor, wanted: Tensor) -> list[float]:
+def _along_tokens(found: Form, wanted: Form, reading: Tensor, response: Tensor) -> list[float]:
     """State s is token s of every sample, where all samples share what is fed."""
     if reading.shape[2] < STATES:
         return [math.inf] * reading.shape[1]
-    return _first_token(form, reading[0, :, :STATES].transpose(0, 1)[:, :, None], wanted)
+    return _first_token(found, wanted, reading[0, :, :STATES].transpose(0, 1)[:, :, None], response)
 
 
 def _per_channel(reading: Tensor, wanted: Tensor) -> list[float]:
@@ -373,31 +424,6 @@ def _relative(found: Tensor, wanted: Tensor, axes: tuple[int, ...]) -> list[floa
     difference = torch.linalg.vector_norm(found - wanted, dim=axes)
     difference = (difference / torch.linalg.vector_norm(wanted, dim=axes).clamp_min(1e-20)).nan_to_num(math.inf)
     return difference[:, difference.amax(0).argmin()].tolist()
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def _direction(x: Tensor) -> Tensor:
-    """Each vector up to a positive factor: a softmax scale, an RMS norm."""
-    return _unit(x, -1)
-
-
-def _centered(x: Tensor) -> Tensor:
-    """Each vector up to a positive factor and a common constant: a layer norm."""
-    return _unit(x - x.mean(-1, keepdim=True), -1)
-
-
-def _equilibrated(x: Tensor) -> Tensor:
-    """Up to positive factors per vector and per row: a norm with gains. Unique by Sinkhorn's theorem."""
-    for _ in range(20):
-        x = _unit(_unit(x, -1), 0)
-    return x
-
-
-def _unit(x: Tensor, dim: int) -> Tensor:
-    return torch.nn.functional.normalize(x, dim=dim, eps=1e-20)
 
 
 def _width(layer: AttentionLayer, projection: Projection) -> int:
