@@ -161,13 +161,7 @@ def test_heads_are_conditioned_and_nothing_else_changes(case: Case) -> None:
     check_conditioned(case.build()[0], torch.float32)
 
 
-DOUBLE = pytest.param(
-    torch.float64,
-    marks=pytest.mark.xfail(raises=RuntimeError, reason="some float64 draws miss their 8 eps and are refused"),
-)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, DOUBLE], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", HALF_AND_DOUBLE)
 def test_heads_are_conditioned_after_the_cast(name: str, dtype: torch.dtype) -> None:
     found = next(case for case in CASES if case.name == name)
