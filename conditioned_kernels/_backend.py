@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from . import _extension
 from ._validate import choice
 
-BACKENDS = ("auto", "torch")
-"""What ``backend=`` accepts. "auto" may choose; a named backend never falls back."""
+MAX_SHORT = {"cpu": 256, "cuda": 128}
+"""Largest short side for the extension. On two CPU cores its Cholesky is unblocked and loses to LAPACK above; on a
+GPU the matrix has to fit shared memory (csrc/kernels.cu says where it does not)."""
 
 
 class Backend(NamedTuple):
@@ -20,26 +23,85 @@ class Backend(NamedTuple):
     reason: str
 
 
-def choose_backend(requested: str, device: torch.device) -> Backend:
-    """The backend for tensors on ``device``; the same accuracy class whichever it is."""
-    choice(requested, "backend", BACKENDS)
-    if device.type in ("cpu", "cuda"):
-        return Backend("torch", device, f"torch.linalg and batched matrix products on {device.type}")
-    # Accelerators without LAPACK-grade kernels (MPS has no QR, and its eigh hangs on some sizes: field report A25).
-    return Backend("torch", torch.device("cpu"), f"{device.type} lacks batched factorizations: computed on the CPU")
+def _no_torch(device: torch.device, dtype: torch.dtype, short: int) -> str:
+    return ""
 
 
-def explain_backend(tensor: torch.Tensor, backend: str = "auto") -> Backend:
-    """What would run for ``tensor``: name, compute device and reason.
+def _no_extension(device: torch.device, dtype: torch.dtype, short: int) -> str:
+    if dtype.is_complex:
+        return f"it has real dtypes only, not {str(dtype).removeprefix('torch.')}"
+    if short > MAX_SHORT[device.type]:
+        return f"its matrices have at most {MAX_SHORT[device.type]} rows on {device.type}, not {short}"
+    found = _extension.load()
+    if not found.available:
+        return found.sentence
+    if device.type == "cuda" and not found.cuda:
+        return "it was built without CUDA code (python -m conditioned_kernels.build, with nvcc, compiles it)"
+    return ""
+
+
+class _Row(NamedTuple):
+    refusal: Callable[[torch.device, torch.dtype, int], str]
+    does: str
+
+
+_TABLE = {
+    "extension": _Row(_no_extension, "n x n stages and sampling in C++, matrix products in torch"),
+    "torch": _Row(_no_torch, "torch.linalg and batched matrix products"),
+}
+"""In the order in which "auto" prefers them; all have the same accuracy class."""
+
+BACKENDS = ("auto", *_TABLE)
+"""What ``backend=`` accepts. "auto" may choose; a named backend never falls back."""
+
+
+def choose_backend(requested: str, device: torch.device, dtype: torch.dtype = torch.float32, short: int = 1) -> Backend:
+    """The backend for matrices on ``device`` of ``dtype`` whose smaller side is ``short``.
 
     Raises
     ------
     ValueError
         for a backend that does not exist.
+    RuntimeError
+        for a named backend that cannot do it, with the reason.
     """
-    return choose_backend(backend, tensor.device)
+    choice(requested, "backend", BACKENDS)
+    detour = ""
+    if device.type not in MAX_SHORT:
+        # Accelerators without LAPACK-grade kernels (MPS has no QR, and its eigh hangs on some sizes: field report A25).
+        detour = f"{device.type} lacks batched factorizations: computed on the CPU; "
+        device = torch.device("cpu")
+    refused: list[str] = []
+    for name, row in _TABLE.items():
+        if requested not in ("auto", name):
+            continue
+        if not (why := row.refusal(device, dtype, short)):
+            aside = f" ({'; '.join(refused)})" if refused else ""
+            return Backend(name, device, f"{detour}{row.does} on {device.type}{aside}")
+        refused.append(f"no {name}: {why}")
+    raise RuntimeError(
+        f"backend={requested!r} cannot be used here: {refused[0].partition(': ')[2]}; pass backend='auto'"
+    )
+
+
+def explain_backend(tensor: torch.Tensor, backend: str = "auto") -> Backend:
+    """What would run for ``tensor`` (..., rows, cols): name, compute device and reason.
+
+    Raises
+    ------
+    ValueError
+        for a backend that does not exist.
+    RuntimeError
+        for a named backend that cannot do it, with the reason.
+    """
+    short = min(tensor.shape[-2:]) if tensor.ndim >= 2 else 1
+    return choose_backend(backend, tensor.device, tensor.dtype, short)
 
 
 def backends() -> dict[str, str]:
     """Every backend with one sentence on whether it is available and, if not, why."""
-    return {"torch": f"available: torch {torch.__version__} on every device"}
+    found = _extension.load()
+    return {
+        "extension": found.sentence if found.available else f"not available: {found.sentence}",
+        "torch": f"available: torch {torch.__version__} on every device",
+    }

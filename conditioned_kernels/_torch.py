@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ CHUNK_BYTES = 64 << 20
 
 NEWTON_STEPS = 5
 """Coupled Newton-Schulz steps in the working precision; with the last one in fp64 they take
-||I - r G / trace|| from 0.75 (Gaussian, r/c = 1/4) to 1e-11. fp64 input takes one more, see there."""
+||I - r G / trace|| from 0.75 (Gaussian, r/c = 1/4) to 1e-11."""
 
 GRAM_BLOCK = 64
 """Columns per partial product in :func:`gram_blocked`; sets its error bound."""
@@ -35,6 +36,11 @@ _WORK = {
 }
 _WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 """The next working precision when a certificate fails."""
+
+
+def work_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that does the work for ``dtype``: float32 for the half types."""
+    return _WORK[dtype]
 
 
 @contextmanager
@@ -57,8 +63,13 @@ def full_precision() -> Iterator[None]:
 
 
 def residual_tolerance(dtype: torch.dtype) -> float:
-    """Largest |Q Q^H - I| element a result in ``dtype`` may have before its final cast: 8 eps of the work dtype."""
-    return 8 * torch.finfo(_WORK[dtype]).eps
+    """Largest |Q Q^H - I| element a result in ``dtype`` may have before its final cast, as the work dtype measures it.
+
+    8 eps for float32, whose factors are finished in float64. 64 eps for float64, which has nothing to finish in:
+    LAPACK's own Householder QR reaches 26 eps and its SVD 37 eps on Gaussian 4096 x 128.
+    """
+    work = _WORK[dtype]
+    return (8 if work in _WIDE else 64) * torch.finfo(work).eps
 
 
 def orthogonality_residual(q: Tensor) -> Tensor:
@@ -68,7 +79,18 @@ def orthogonality_residual(q: Tensor) -> Tensor:
     return gram.abs().amax((-2, -1))
 
 
-def orthogonalize(weights: Tensor, method: str, out: Tensor) -> tuple[Tensor, Tensor]:
+class SmallMatrix(NamedTuple):
+    """The r x r stage, which is what backends differ in.
+
+    factor : (gram, method) -> the F with F W orthonormal, NaN where it fails; see :func:`factor`.
+    extremes : (gram, rounding, rtol) -> (6, b) float64 eigenvalue brackets; see :func:`extremes`.
+    """
+
+    factor: Callable[[Tensor, str], Tensor]
+    extremes: Callable[[Tensor, Tensor, float], Tensor]
+
+
+def orthogonalize(weights: Tensor, method: str, out: Tensor, small: SmallMatrix) -> tuple[Tensor, Tensor]:
     """Write the orthogonal factor of each matrix of ``weights`` to ``out``; return (residual, status), each (b,).
 
     ``weights`` and ``out`` are (b, r, c) of one dtype, r <= c; ``out`` may be any strided view.
@@ -78,20 +100,22 @@ def orthogonalize(weights: Tensor, method: str, out: Tensor) -> tuple[Tensor, Te
     residual = torch.zeros(b, dtype=work.to_real(), device=weights.device)
     status = torch.zeros(b, dtype=torch.int8, device=weights.device)
     step = max(1, CHUNK_BYTES // (r * c * work.itemsize))
+    # A product with out= ignores the lazy conjugate that a tall complex matrix has here; copy_ honors it.
+    direct = out.dtype == work and not out.is_conj()
     with full_precision():
         for start in range(0, b, step):
             part = slice(start, start + step)
-            q = out[part] if out.dtype == work else torch.empty_like(out[part], dtype=work)
-            residual[part], status[part] = _orthogonalize_chunk(weights[part].to(work), method, q)
-            if out.dtype != work:
+            q = out[part] if direct else torch.empty(out[part].shape, dtype=work, device=out.device)
+            residual[part], status[part] = _orthogonalize_chunk(weights[part].to(work), method, q, small)
+            if not direct:
                 # The certificate belongs to what the caller gets, so it is measured after the cast.
                 residual[part] = orthogonality_residual(out[part].copy_(q).to(work))
     return residual, status
 
 
-def _orthogonalize_chunk(w: Tensor, method: str, q: Tensor) -> tuple[Tensor, Tensor]:
+def _orthogonalize_chunk(w: Tensor, method: str, q: Tensor, small: SmallMatrix) -> tuple[Tensor, Tensor]:
     """One Gram pass for all; what its certificate refuses goes, as a smaller batch, to the careful path."""
-    torch.bmm(_FACTORS[method](w @ w.mH), w, out=q)
+    torch.bmm(small.factor(w @ w.mH, method), w, out=q)
     residual = orthogonality_residual(q)
     status = torch.zeros(w.shape[0], dtype=torch.int8, device=w.device)
     index = (~(residual <= residual_tolerance(w.dtype))).nonzero().flatten()
@@ -174,6 +198,11 @@ def _inverse_sqrt_eigh(gram: Tensor) -> Tensor:
     return (vectors * values.clamp_min(0).rsqrt()[..., None, :]) @ vectors.mH
 
 
+def factor(gram: Tensor, method: str) -> Tensor:
+    """G^(-1/2) for "polar", L^-1 for "qr", both (b, r, r)."""
+    return _FACTORS[method](gram)
+
+
 _FACTORS: dict[str, Callable[[Tensor], Tensor]] = {"polar": _inverse_sqrt_newton, "qr": _inverse_cholesky}
 _WIDE_FACTORS: dict[str, Callable[[Tensor], Tensor]] = {"polar": _inverse_sqrt_eigh, "qr": _inverse_cholesky}
 
@@ -228,7 +257,7 @@ def rank_threshold(cols: int, singular_values: Tensor) -> Tensor:
 
 
 def gram_blocked(w: Tensor) -> Tensor:
-    """W W^H, summed over column blocks so that its rounding error has the bound of :func:`gram_error`."""
+    """W W^H, summed over column blocks so that its rounding error has the bound of :func:`gram_rounding`."""
     gram = w[:, :, :GRAM_BLOCK] @ w[:, :, :GRAM_BLOCK].mH
     for start in range(GRAM_BLOCK, w.shape[-1], GRAM_BLOCK):
         block = w[:, :, start : start + GRAM_BLOCK]
@@ -236,24 +265,23 @@ def gram_blocked(w: Tensor) -> Tensor:
     return gram
 
 
-def gram_error(gram: Tensor, cols: int) -> Tensor:
-    """delta with |lambda_i(computed G) - lambda_i(W W^H)| <= delta, plus the eigensolver's own backward error.
+def gram_rounding(gram: Tensor, cols: int) -> Tensor:
+    """delta with |lambda_i(computed G) - lambda_i(W W^H)| <= delta, for :func:`gram_blocked` of ``cols`` columns.
 
     An inner product of k terms in any order has |error| <= k u sum |x||y| (Higham, Accuracy and
     Stability, section 3.1), here k = GRAM_BLOCK + number of blocks; and || |W||W|^H ||_2 <= trace G.
-    Complex products have twice the terms and a factor sqrt(2). LAPACK's eigenvalues are good to
-    about r u ||G||, and ||G|| <= trace G.
+    Complex products have twice the terms and a factor sqrt(2).
     """
-    r = gram.shape[-1]
-    terms = min(cols, GRAM_BLOCK) + -(-cols // GRAM_BLOCK) + 1
-    unit = torch.finfo(gram.dtype).eps / 2
-    factor = 3 if gram.is_complex() else 1
+    terms = min(cols, GRAM_BLOCK) + -(-cols // GRAM_BLOCK)
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).real
-    norm = torch.linalg.matrix_norm(gram)
-    return factor * unit * (1.01 * terms * trace + r * norm)
+    return 1.01 * terms * _unit(gram) * trace
 
 
-def spectrum(weights: Tensor, rtol: float) -> tuple[Tensor, Tensor]:
+def _unit(gram: Tensor) -> float:
+    return torch.finfo(gram.dtype).eps / 2 * (3 if gram.is_complex() else 1)
+
+
+def spectrum(weights: Tensor, rtol: float, small: SmallMatrix) -> tuple[Tensor, Tensor]:
     """Extreme singular values of each (b, r, c) matrix, r <= c, with certified intervals.
 
     Returns (values, status): values is float64 (6, b), sigma_max, its low, its high, sigma_min, its low,
@@ -268,14 +296,14 @@ def spectrum(weights: Tensor, rtol: float) -> tuple[Tensor, Tensor]:
     with full_precision():
         for start in range(0, b, step):
             part = slice(start, start + step)
-            values[:, part], status[part] = _spectrum_chunk(weights[part].to(work), rtol)
+            values[:, part], status[part] = _spectrum_chunk(weights[part].to(work), rtol, small)
     return values, status
 
 
-def _spectrum_chunk(w: Tensor, rtol: float) -> tuple[Tensor, Tensor]:
-    levels: list[Callable[[Tensor], Tensor]] = [_extremes_gram]
+def _spectrum_chunk(w: Tensor, rtol: float, small: SmallMatrix) -> tuple[Tensor, Tensor]:
+    levels: list[Callable[[Tensor], Tensor]] = [lambda w: _extremes_gram(w, rtol, small)]
     if w.dtype in _WIDE:
-        levels.append(lambda w: _extremes_gram(w.to(_WIDE[w.dtype])))
+        levels.append(lambda w: _extremes_gram(w.to(_WIDE[w.dtype]), rtol, small))
     levels.append(lambda w: _extremes_svd(w.to(_WIDE.get(w.dtype, w.dtype))))
     values = torch.empty(6, w.shape[0], dtype=torch.float64, device=w.device)
     open_ = torch.arange(w.shape[0], device=w.device)
@@ -301,18 +329,30 @@ def _spectrum_chunk(w: Tensor, rtol: float) -> tuple[Tensor, Tensor]:
     return values, status
 
 
-def _extremes_gram(w: Tensor) -> Tensor:
+def _extremes_gram(w: Tensor, rtol: float, small: SmallMatrix) -> Tensor:
     gram = gram_blocked(w)
-    delta = gram_error(gram, w.shape[-1]).double()
-    usable = delta.isfinite() & (delta > _smallest_gram_error(gram.dtype))
+    rounding = gram_rounding(gram, w.shape[-1]).double()
+    usable = rounding.isfinite() & (rounding > _smallest_rounding(gram.dtype))
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    values = torch.linalg.eigvalsh(torch.where(usable[:, None, None], gram, identity)).double()
+    values = small.extremes(torch.where(usable[:, None, None], gram, identity), rounding, rtol)
+    return torch.where(usable, values.clamp_min(0).sqrt_(), torch.nan)
+
+
+def extremes(gram: Tensor, rounding: Tensor, rtol: float) -> Tensor:
+    """(6, b) float64: lambda_max, its low, its high, lambda_min, its low, its high, of the exact Gram matrices.
+
+    ``rounding`` (b,) bounds the distance of ``gram``'s eigenvalues from theirs. LAPACK's are good to about r u ||G||.
+    """
+    delta = rounding + (_unit(gram) * gram.shape[-1] * torch.linalg.matrix_norm(gram)).double()
+    values = torch.linalg.eigvalsh(gram).double()
     low, high = values[:, 0], values[:, -1]
-    spectrum = torch.stack((high, high - delta, high + delta, low, low - delta, low + delta)).clamp_min_(0).sqrt_()
-    return torch.where(usable, spectrum, torch.nan)
+    return torch.stack((high, high - delta, high + delta, low, low - delta, low + delta))
 
 
-def _smallest_gram_error(dtype: torch.dtype) -> float:
+SMALL_MATRIX = SmallMatrix(factor, extremes)
+
+
+def _smallest_rounding(dtype: torch.dtype) -> float:
     # Products below the normal range are lost, at most tiny each; far below this delta they do not matter.
     return torch.finfo(dtype).tiny * 2.0**40
 

@@ -52,13 +52,9 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "
 def main() -> NoReturn:
     """Run the command line. Exit code: 0, 1 if ``verify`` or ``probe`` finds a fault, 2 on error, 130 on Ctrl-C."""
     try:
-        app(standalone_mode=False)
-        sys.exit(0)
-    except typer.Exit as exit_:
-        sys.exit(exit_.exit_code)
+        code = app(standalone_mode=False) or 0  # without standalone mode, the exit code is returned
     except (KeyboardInterrupt, typer.Abort):
-        err.print("interrupted; nothing was left behind")
-        sys.exit(130)
+        code = 130
     except Exception as error:
         if hasattr(error, "format_message"):  # a wrong option, reported by the option parser
             err.print(f"error: {escape(error.format_message())}", highlight=False)
@@ -68,7 +64,10 @@ def main() -> NoReturn:
             )
         else:
             raise
-        sys.exit(2)
+        code = 2
+    if code == 130:
+        err.print("interrupted; nothing was left behind")
+    sys.exit(code)
 
 
 @app.command()
@@ -128,14 +127,8 @@ def init(
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, got {dtype!r}", param_hint="--dtype")
     options = InitOptions(seed, _parse_gain(gain), value)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=err,
-        transient=True,
-    ) as bar:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("writing", total=None)
         result = init_file(
             source,
@@ -171,6 +164,44 @@ def verify(
     result = judge(entries, gain=expected, roles=roles, unknown=unknown)
     out.print(printable_lines(str(result)), highlight=False, markup=False, soft_wrap=True)
     raise typer.Exit(0 if result.ok else 1)
+
+
+@app.command()
+def probe(
+    source: Annotated[str, typer.Argument(help="An architecture, or python:FILE:FUNCTION for a model of yours.")],
+    config: Config = None,
+    seed: Seed = 0,
+) -> None:
+    """Prove by the model's own forward that its heads are where their layout says; exit code 1 if not."""
+    from .architectures import build, example_input
+    from .heads import probe as run_probe
+
+    model = build(source, config=config, seed=seed)
+    args, kwargs = example_input(model)
+    result = run_probe(model, *args, **kwargs)
+    out.print(printable_lines(str(result)), highlight=False, markup=False, soft_wrap=True)
+    heads = sum(row.heads for row in result.rows)
+    wrong = sum(not row.ok for row in result.rows)
+    out.print(f"{heads} heads in {len(result.rows)} projections probed, {wrong} projections disagree", highlight=False)
+    raise typer.Exit(0 if result.ok else 1)
+
+
+@app.command()
+def layouts(
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
+) -> None:
+    """The attention classes that are known, how each stores its heads, the rule, and where its source says so."""
+    from .heads.support import support_rows, support_table
+
+    if markdown:
+        out.print(support_table(), markup=False, highlight=False, soft_wrap=True)
+        return
+    _table(
+        [
+            {"class": f"{row.module}.{row.cls}", "storage": row.form, "rule": row.rule, "installed": row.installed}
+            for row in support_rows()
+        ]
+    )
 
 
 @app.command()
@@ -220,7 +251,8 @@ def _unknown(unknown: tuple[tuple[str, str], ...]) -> None:
 @contextmanager
 def _counting(what: str) -> Iterator[Any]:
     """A progress display on standard error; yields a function that adds to the count."""
-    with Progress(TextColumn("{task.description}"), MofNCompleteColumn(), console=err, transient=True, disable=not err.is_terminal) as bar:
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(what, total=None)
         yield lambda number: bar.advance(task, number)
 

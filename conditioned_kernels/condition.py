@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
-from . import _torch, _validate
-from ._backend import choose_backend
+from . import _ops, _torch, _validate
+from ._backend import BACKENDS, choose_backend
 from ._status import Status, sentences
 from .orthogonalize import _short_first
 
@@ -75,7 +75,7 @@ def condition_number(weights: Tensor, *, rtol: float = 1e-3, backend: str = "aut
     ----------
     weights : (..., rows, cols), any real or complex floating dtype and strides; leading dimensions are batch.
     rtol : wanted ``high / low - 1``, a positive number.
-    backend : "auto" or "torch".
+    backend : "auto", "torch" or "extension"; see :func:`explain_backend`.
 
     Returns
     -------
@@ -86,6 +86,8 @@ def condition_number(weights: Tensor, *, rtol: float = 1e-3, backend: str = "aut
     ------
     TypeError, ValueError
         for arguments outside the above. Non-finite, zero and singular matrices do not raise: they have a status.
+    RuntimeError
+        for a named backend that cannot be used.
 
     Notes
     -----
@@ -96,26 +98,45 @@ def condition_number(weights: Tensor, *, rtol: float = 1e-3, backend: str = "aut
     """
     weights = _validate.matrices(weights, "weights").detach()
     rtol = _validate.positive(rtol, "rtol")
-    place = choose_backend(backend, weights.device)
-    batch = weights.shape[:-2]
+    _validate.choice(backend, "backend", BACKENDS)
+    values, status = _condition_number(weights, rtol, backend)
+    return ConditionEstimate(*(*values.unbind(-1), status))
+
+
+def _run(weights: Tensor, rtol: float, backend: str) -> tuple[Tensor, Tensor]:
+    """All of the estimate's tensors but the status, stacked in the fields' order as (..., 9), and the status."""
+    place = choose_backend(backend, weights.device, weights.dtype, min(weights.shape[-2:]))
+    batch, device = weights.shape[:-2], weights.device
     if weights.numel() == 0:
         # Without elements there are no singular values; max over nothing / min over nothing is taken as 1.
-        one = torch.ones(9, math.prod(batch), device=weights.device)
-        return _estimate(one, torch.zeros_like(one[0], dtype=torch.int8), weights)
+        values = torch.ones(*batch, 9, dtype=torch.float64, device=device)
+        return values, torch.zeros(batch, dtype=torch.int8, device=device)
     with torch.no_grad():
-        values, status = _torch.spectrum(_short_first(weights.to(place.device)), rtol)
+        values, status = _torch.spectrum(_short_first(weights.to(place.device)), rtol, _ops.SMALL_MATRIX[place.name])
         top, top_low, top_high, bottom, bottom_low, bottom_high = values.unbind(0)
         singular = (status == Status.RANK_DEFICIENT) | (status == Status.ZERO_MATRIX)
         kappa = torch.where(singular, torch.inf, top / bottom).clamp_min(1.0)
         low = torch.where(status == Status.ZERO_MATRIX, torch.inf, top_low / bottom_high).clamp_min(1.0)
         # A sigma_min that may be zero leaves kappa without an upper end; NaN stays NaN.
         high = torch.where(bottom_low <= 0, torch.inf, top_high / bottom_low)
-        return _estimate(torch.cat((torch.stack((kappa, low, high)), values)), status, weights)
+        stacked = torch.stack((kappa, low, high, *values.unbind(0)), -1)
+    return stacked.view(*batch, 9).to(device), status.view(batch).to(device)
 
 
-def _estimate(values: Tensor, status: Tensor, weights: Tensor) -> ConditionEstimate:
-    """One row of ``values`` per field, in the fields' order, shaped and placed as the batch of ``weights``."""
-    batch, device = weights.shape[:-2], weights.device
-    tensors = [row.double().reshape(batch).to(device) for row in values.unbind(0)] + [status.reshape(batch).to(device)]
-    names = [field.name for field in fields(ConditionEstimate)]
-    return ConditionEstimate(**dict(zip(names, tensors, strict=True)))
+def _fake(weights: Tensor, rtol: float, backend: str) -> tuple[Tensor, Tensor]:
+    batch = weights.shape[:-2]
+    values = torch.empty(*batch, 9, dtype=torch.float64, device=weights.device)
+    return values, torch.empty(batch, dtype=torch.int8, device=weights.device)
+
+
+_condition_number = _ops.define(
+    "condition_number(Tensor weights, float rtol, str backend) -> (Tensor values, Tensor status)", _run, _fake
+)
+
+_FIELDS = tuple(field.name for field in fields(ConditionEstimate))
+# So that it can leave torch.vmap and torch.compile.
+register_pytree_node(
+    ConditionEstimate,
+    lambda estimate: ([getattr(estimate, name) for name in _FIELDS], None),
+    lambda tensors, _: ConditionEstimate(*tensors),
+)

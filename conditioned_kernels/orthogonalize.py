@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
-from . import _torch, _validate
-from ._backend import choose_backend
+from . import _ops, _torch, _validate
+from ._backend import BACKENDS, choose_backend
 from ._status import Status, sentences
 from .sampling import philox_normal, stream_key
 
@@ -35,12 +36,16 @@ class Certificate:
         return sentences(self.status)
 
 
+# So that it can leave torch.vmap and torch.compile.
+register_pytree_node(Certificate, lambda c: ([c.residual, c.status], None), lambda tensors, _: Certificate(*tensors))
+
+
 def orthogonalize(
     weights: Tensor, *, method: str = "polar", backend: str = "auto", verify: bool = False, nonfinite: str = "raise"
 ) -> Tensor:
     """Orthogonal factor of every matrix of a batch; leading dimensions are batch, never flattened.
 
-    For a tall W = U S V^H: ``polar`` gives U V^H, the nearest matrix with orthonormal columns (Algorithm 1
+    For W = U S V^H with rows >= cols: ``polar`` gives U V^H, the nearest matrix with orthonormal columns (Algorithm 1
     of Conditioned Initialization for Attention, ICLR 2026); ``qr`` gives the Q of W = Q R with diag(R) > 0.
     A wide matrix is treated through its conjugate transpose and gets orthonormal rows.
 
@@ -49,7 +54,7 @@ def orthogonalize(
     weights : (..., rows, cols), float16, bfloat16, float32, float64, complex64 or complex128; any strides.
         Never written to.
     method : "polar" or "qr".
-    backend : "auto" or "torch".
+    backend : "auto", "torch" or "extension"; see :func:`explain_backend`.
     verify : raise if a returned matrix misses the tolerance, naming its batch index.
     nonfinite : "raise" on a NaN or infinite element, or "nan": that matrix comes back NaN, the others unharmed.
 
@@ -63,14 +68,15 @@ def orthogonalize(
     TypeError, ValueError
         for arguments outside the above, and for non-finite matrices unless ``nonfinite="nan"``.
     RuntimeError
-        with ``verify=True``.
+        with ``verify=True``, and for a named backend that cannot be used.
 
     Notes
     -----
-    *Accuracy.* Half types work in float32 and are cast once. max |Q^H Q - I| <= 8 eps of the working dtype
-    (9.5e-7 in float32) for every full-rank matrix, whatever its condition number and scale; polar factors
-    have forward error below about 1e-6 + eps kappa. A rank-deficient matrix gives, with ``polar``, the
-    partial isometry (0 for 0) and, with ``qr``, a completed orthonormal basis. :func:`certify` tells which.
+    *Accuracy.* Half types work in float32 and are cast once. max |Q^H Q - I|, as the working dtype measures it, is
+    at most 8 eps of float32 (9.5e-7) or 64 eps of float64 (1.4e-14) for every full-rank matrix, whatever its
+    condition number and scale; the measurement's own rounding adds up to 2 eps. Polar factors of float32 are
+    within 1e-6 of the exact ones up to kappa 1e7. A rank-deficient matrix gives, with ``polar``, the partial
+    isometry (0 for 0) and, with ``qr``, a completed orthonormal basis. :func:`certify` tells which.
 
     *Cost.* One Gram pass: 6 rows cols^2 flops with its certificate for rows >= cols. Matrices whose
     residual is refused are redone in float64, and by LAPACK if that is refused too.
@@ -88,24 +94,50 @@ def certify(
     weights = _validate.matrices(weights, "weights").detach()
     _validate.choice(method, "method", METHODS)
     _validate.choice(nonfinite, "nonfinite", ("raise", "nan"))
-    place = choose_backend(backend, weights.device)
+    _validate.choice(backend, "backend", BACKENDS)
+    q, residual, status = _orthogonal_factor(weights, method, backend, verify, nonfinite)
+    return q, Certificate(residual, status)
+
+
+def _run(weights: Tensor, method: str, backend: str, verify: bool, nonfinite: str) -> tuple[Tensor, Tensor, Tensor]:
+    place = choose_backend(backend, weights.device, weights.dtype, min(weights.shape[-2:]))
     q = torch.empty(weights.shape, dtype=weights.dtype, device=place.device)
     batch = weights.shape[:-2]
     if weights.numel() == 0:
         residual = torch.zeros(batch, dtype=weights.dtype.to_real(), device=weights.device)
-        return q.to(weights.device), Certificate(residual, torch.zeros_like(residual, dtype=torch.int8))
+        return q.to(weights.device), residual, torch.zeros_like(residual, dtype=torch.int8)
     with torch.no_grad():
-        residual, status = _torch.orthogonalize(_short_first(weights.to(place.device)), method, _short_first(q))
-    certificate = Certificate(residual.view(batch).to(weights.device), status.view(batch).to(weights.device))
+        residual, status = _torch.orthogonalize(
+            _short_first(weights.to(place.device)), method, _short_first(q), _ops.SMALL_MATRIX[place.name]
+        )
+    residual, status = residual.view(batch), status.view(batch)
     accepted = (Status.CONVERGED, Status.RANK_DEFICIENT, Status.ZERO_MATRIX, Status.TOLERANCE_NOT_MET)
-    if nonfinite == "raise" and (broken := sentences(certificate.status, accepted)):
+    if nonfinite == "raise" and (broken := sentences(status, accepted)):
         raise ValueError(
             f"weights has non-finite input: {'; '.join(broken)}. Repair those matrices, or pass nonfinite='nan' to "
             "get NaN for them and the right result for the others"
         )
-    if verify and (failed := certificate.failures()):
+    if verify and (failed := sentences(status)):
         raise RuntimeError(f"orthogonalize missed its tolerance on {len(failed)} matrices: {'; '.join(failed[:8])}")
-    return q.to(weights.device), certificate
+    return q.to(weights.device), residual.to(weights.device), status.to(weights.device)
+
+
+def _fake(weights: Tensor, method: str, backend: str, verify: bool, nonfinite: str) -> tuple[Tensor, Tensor, Tensor]:
+    batch = weights.shape[:-2]
+    work = _torch.work_dtype(weights.dtype) if weights.numel() else weights.dtype
+    return (
+        torch.empty(weights.shape, dtype=weights.dtype, device=weights.device),
+        torch.empty(batch, dtype=work.to_real(), device=weights.device),
+        torch.empty(batch, dtype=torch.int8, device=weights.device),
+    )
+
+
+_orthogonal_factor = _ops.define(
+    "orthogonal_factor(Tensor weights, str method, str backend, bool verify, str nonfinite) -> "
+    "(Tensor q, Tensor residual, Tensor status)",
+    _run,
+    _fake,
+)
 
 
 def semi_orthogonal(
@@ -187,7 +219,7 @@ def semi_orthogonal_(
     _validate.writable(tensor, "tensor")
     gain = _validate.positive(gain, "gain")
     _validate.choice(method, "method", METHODS)
-    place = choose_backend(backend, tensor.device)
+    place = choose_backend(backend, tensor.device, tensor.dtype, min(tensor.shape[-2:]))
     if generator is not None:
         seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
     if tensor.numel() == 0:
@@ -196,11 +228,15 @@ def semi_orthogonal_(
     work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     with torch.no_grad():
         samples = philox_normal(
-            stream_key(seed, key, role), range(tensor.numel() // (rows * cols)), range(rows * cols), device=place.device
+            stream_key(seed, key, role),
+            range(tensor.numel() // (rows * cols)),
+            range(rows * cols),
+            device=place.device,
+            backend=place.name,
         )
         gaussian = samples.view(-1, rows, cols).to(work)
         q = torch.empty_like(gaussian)
-        _, status = _torch.orthogonalize(_short_first(gaussian), method, _short_first(q))
+        _, status = _torch.orthogonalize(_short_first(gaussian), method, _short_first(q), _ops.SMALL_MATRIX[place.name])
         if failed := sentences(status):
             raise RuntimeError(
                 f"semi_orthogonal drew a numerically singular matrix ({'; '.join(failed)}); use another seed"
@@ -210,6 +246,6 @@ def semi_orthogonal_(
 
 
 def _short_first(matrices: Tensor) -> Tensor:
-    """(..., rows, cols) as (b, r, c) with r <= c, conjugate-transposed if tall; a view where strides allow it."""
-    wide = matrices.mH if matrices.shape[-2] > matrices.shape[-1] else matrices
+    """(..., rows, cols) as (b, r, c) with r <= c, conjugate-transposed unless wide; a view where strides allow it."""
+    wide = matrices.mH if matrices.shape[-2] >= matrices.shape[-1] else matrices
     return wide.reshape(math.prod(wide.shape[:-2]), *wide.shape[-2:])

@@ -172,13 +172,12 @@ def init_file(
         raise CheckpointError(f"{file} exists; pass --force (force=True) to replace it")
     with ExitStack() as stack:
         if not architectures.is_architecture(source):
-            job = _checkpoint_job(*stack.enter_context(opened(source, like, config)), options, attention_only)
+            job = _checkpoint_job(*stack.enter_context(opened(source, like, config)), options, dtype, attention_only)
         elif attention_only:
-            job = _meta_job(architectures.build(source, config=config, device="meta"), options)
+            job = _meta_job(architectures.build(source, config=config, device="meta").to(dtype), options)
         else:
-            job = _model_job(architectures.build(source, config=config, seed=options.seed), options)
-        entries = {name: entry.cast(dtype) for name, entry in job.entries.items()}
-        total, done = sum(entry.nbytes for entry in entries.values()), 0
+            job = _model_job(architectures.build(source, config=config, seed=options.seed).to(dtype), options)
+        total, done = sum(entry.nbytes for entry in job.entries.values()), 0
 
         def count(written: int) -> None:
             nonlocal done
@@ -186,9 +185,7 @@ def init_file(
             progress(done, total)
 
         stack.enter_context(_folder(file.parent))
-        write_safetensors(
-            file, entries, lambda name: job.tensor(name).to(entries[name].dtype), force=force, progress=count
-        )
+        write_safetensors(file, job.entries, job.tensor, force=force, progress=count)
         if out != file:
             job.save_config(out)
     return job.report()
@@ -218,14 +215,32 @@ def _meta_job(model: nn.Module, options: InitOptions) -> _Job:
 
 
 def _checkpoint_job(
-    checkpoint: Checkpoint, model: nn.Module, names: dict[str, str], options: InitOptions, attention_only: bool
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    names: dict[str, str],
+    options: InitOptions,
+    dtype: torch.dtype | None,
+    attention_only: bool,
 ) -> _Job:
-    layers = _LayerByLayer(model, options, _stored_weights(checkpoint, names), overwrite=True)
     back = {stored: name for name, stored in names.items()}
-    entries = {name: entry for name, entry in checkpoint.entries.items() if name in back or not attention_only}
+    kept = [name for name in checkpoint.entries if name in back or not attention_only]
+    entries = {name: checkpoint.entries[name].cast(dtype) for name in kept}
+
+    def stored(name: str) -> Tensor:
+        return checkpoint.tensor(name).to(entries[name].dtype)
+
+    def fill(layer: AttentionLayer) -> None:
+        for projection in layer.projections:
+            file_name = names[layer.parameter_name(projection)]
+            path, _, attribute = projection.parameter.rpartition(".")
+            owner = layer.module.get_submodule(path)
+            _check_stored(file_name, checkpoint.entries[file_name], getattr(owner, attribute))
+            owner._parameters[attribute] = nn.Parameter(stored(file_name).clone())
+
+    layers = _LayerByLayer(model, options, fill, overwrite=True)
     return _Job(
         entries,
-        lambda name: layers.tensor(back[name]) if name in back else checkpoint.tensor(name),
+        lambda name: layers.tensor(back[name]) if name in back else stored(name),
         layers.report,
         lambda out: _copy_side_files(checkpoint.path, out),
     )
@@ -280,20 +295,6 @@ def _own_initialization(model: Any, options: InitOptions) -> Callable[[Attention
                     module.reset_parameters()
                 elif hasattr(module, "_reset_parameters"):
                     module._reset_parameters()
-
-    return fill
-
-
-def _stored_weights(checkpoint: Checkpoint, names: Mapping[str, str]) -> Callable[[AttentionLayer], None]:
-    """Give a meta layer its Q, K and V weights from the checkpoint."""
-
-    def fill(layer: AttentionLayer) -> None:
-        for projection in layer.projections:
-            stored = names[layer.parameter_name(projection)]
-            path, _, name = projection.parameter.rpartition(".")
-            owner = layer.module.get_submodule(path)
-            _check_stored(stored, checkpoint.entries[stored], getattr(owner, name))
-            owner._parameters[name] = nn.Parameter(checkpoint.tensor(stored).clone())
 
     return fill
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import hf
 from torch import Tensor, nn
 
 import conditioned_kernels as ck
 from conditioned_kernels.heads import Blocked, Interleaved, LayoutError, Separate, discover
+
+from .models import hf
 
 
 class FusedAttention(nn.Module):

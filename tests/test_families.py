@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-from models import CASES, Case
 from torch import Tensor, nn
 
 import conditioned_kernels as ck
@@ -19,6 +18,8 @@ from conditioned_kernels.heads.layout import LATENT, HeadView, attribute
 from conditioned_kernels.heads.probe import probe_layers
 from conditioned_kernels.initialize.apply import resolve
 from conditioned_kernels.verify import sigma_tolerance
+
+from .models import CASES, Case
 
 HALF_AND_DOUBLE = (
     "torch-mha",
@@ -160,13 +161,7 @@ def test_heads_are_conditioned_and_nothing_else_changes(case: Case) -> None:
     check_conditioned(case.build()[0], torch.float32)
 
 
-DOUBLE = pytest.param(
-    torch.float64,
-    marks=pytest.mark.xfail(raises=RuntimeError, reason="some float64 draws miss their 8 eps and are refused"),
-)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, DOUBLE], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", HALF_AND_DOUBLE)
 def test_heads_are_conditioned_after_the_cast(name: str, dtype: torch.dtype) -> None:
     found = next(case for case in CASES if case.name == name)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import deepseek, falcon, hf, torch_attention
 from torch import Tensor, nn
 
 import conditioned_kernels as ck
@@ -27,6 +26,8 @@ from conditioned_kernels.heads import (
 )
 from conditioned_kernels.heads.layout import from_views
 from conditioned_kernels.initialize.apply import resolve
+
+from .models import deepseek, falcon, hf, torch_attention
 
 transformers = pytest.importorskip("transformers")
 

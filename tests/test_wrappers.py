@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from models import hf
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 import conditioned_kernels as ck
 from conditioned_kernels.heads import LayoutError, Separate
+
+from .models import hf
 
 
 class Attention(nn.Module):

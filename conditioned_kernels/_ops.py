@@ -1,0 +1,166 @@
+"""The package's ops: the extension's three, and the two opaque ones that public functions call.
+
+``gram_factor``, ``spectrum_bracket`` and ``philox_normal_`` are defined in csrc/ops.cpp; here are their fake
+implementations, vmap rules and thin callers. ``orthogonal_factor`` and ``spectrum`` wrap the whole data-dependent
+computation (its number of passes depends on the values), so that torch.compile, FakeTensor and torch.vmap see one
+op with a known output shape.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _extension, _torch
+
+_NAMESPACE = "conditioned_kernels"
+_library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+
+
+def define(schema: str, run: Callable, fake: Callable) -> Callable:
+    """Register an op implemented in Python whose first argument is a batch (..., rows, cols); return its overload."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
+    op = getattr(getattr(torch.ops, _NAMESPACE), name).default
+
+    def over_batch(info: Any, in_dims: tuple, weights: Tensor, *rest: object) -> tuple:
+        # Leading dimensions are batch already: vmap's becomes the first of them.
+        out = op(weights.movedim(in_dims[0], 0), *rest)
+        return out, (0,) * len(out)
+
+    torch.library.register_vmap(f"{_NAMESPACE}::{name}", over_batch, lib=_library)
+    return op
+
+
+@functools.cache
+def native() -> Any:
+    """torch.ops.conditioned_kernels with the extension's ops; call it only where the extension is available."""
+    if not _extension.load().available:
+        raise RuntimeError(f"the extension is not available: {_extension.load().sentence}")
+    for name, fake, vmap in (
+        ("gram_factor", _gram_factor_fake, _gram_factor_vmap),
+        ("spectrum_bracket", _spectrum_bracket_fake, _spectrum_bracket_vmap),
+        ("philox_normal_", _philox_normal_fake, None),
+    ):
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
+        if vmap is not None:
+            torch.library.register_vmap(f"{_NAMESPACE}::{name}", vmap, lib=_library)
+    return getattr(torch.ops, _NAMESPACE)
+
+
+def gram_factor(gram: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Factor of each Gram matrix: G^(-1/2) for "polar", L^-1 with G = L L^T for "qr".
+
+    Parameters
+    ----------
+    gram : (b, n, n), float32 or float64, any strides; the upper triangle counts.
+    method : "polar" or "qr".
+
+    Returns
+    -------
+    factor : (b, n, n), NaN where G is not numerically positive definite.
+    residual : (b,), max |F G F^T - I| as measured.
+    status : (b,), int8.
+
+    Notes
+    -----
+    *Accuracy.* The residual of F itself is about u kappa(W), u the unit roundoff of the dtype: products that decide it
+    are summed in float64. *Cost.* 2 n^3 flops for "qr", about 25 n^3 for "polar" at kappa(G) = 3.
+    """
+    return native().gram_factor(gram, method)
+
+
+def spectrum_bracket(
+    gram: Tensor, error: Tensor, rtol: float, max_steps: int, start: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Certified extreme eigenvalues of each Gram matrix.
+
+    Parameters
+    ----------
+    gram : (b, n, n), float32 or float64, any strides; the upper triangle counts.
+    error : (b,), float64: |lambda_i(gram) - lambda_i(exact Gram)| <= error.
+    rtol : wanted ``high / low - 1`` of kappa = sqrt(lambda_max / lambda_min).
+    max_steps : Lanczos steps at most, in [1, n]; n makes the eigenvalues exact to rounding.
+    start : (b, 2, n), the vectors of an earlier call, as a warm start.
+
+    Returns
+    -------
+    bounds : (b, 6), float64: lambda_max, its low, its high, lambda_min, its low, its high.
+    vectors : (b, 2, n), unit Ritz vectors of both ends.
+    steps : (b,), int32, Lanczos steps taken.
+    status : (b,), int8.
+
+    Notes
+    -----
+    *Accuracy.* The brackets hold whatever the status. *Cost.* k (2 n^2 + 4 k n) flops for k steps and 2 n^3 / 3 for
+    the two proofs; k is about 24 for a Gaussian 768 x 64 matrix at rtol 1e-3, and 4 from a warm start.
+    """
+    return native().spectrum_bracket(gram, error, rtol, max_steps, start)
+
+
+def philox_normal_(out: Tensor, key: int, head: int, element: int) -> None:
+    """Fill ``out`` (heads, elements), float32, with stream version 1 from (head, element) on."""
+    native().philox_normal_(out, key - (1 << 64) if key >= 1 << 63 else key, head, element)
+
+
+def _factor(gram: Tensor, method: str) -> Tensor:
+    return gram_factor(gram, method)[0]
+
+
+def _extremes(gram: Tensor, rounding: Tensor, rtol: float) -> Tensor:
+    return spectrum_bracket(gram, rounding, rtol, gram.shape[-1])[0].T
+
+
+SMALL_MATRIX = {"torch": _torch.SMALL_MATRIX, "extension": _torch.SmallMatrix(_factor, _extremes)}
+"""The r x r stage of each backend that :func:`choose_backend` may name."""
+
+
+def _gram_factor_fake(gram: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:
+    b, n, _ = gram.shape
+    return gram.new_empty(b, n, n), gram.new_empty(b), gram.new_empty(b, dtype=torch.int8)
+
+
+def _spectrum_bracket_fake(
+    gram: Tensor, error: Tensor, rtol: float, max_steps: int, start: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    b, n, _ = gram.shape
+    return (
+        gram.new_empty(b, 6, dtype=torch.float64),
+        gram.new_empty(b, 2, n),
+        gram.new_empty(b, dtype=torch.int32),
+        gram.new_empty(b, dtype=torch.int8),
+    )
+
+
+def _philox_normal_fake(out: Tensor, key: int, head: int, element: int) -> None:
+    return None
+
+
+def _front(tensor: Tensor, in_dim: int | None, size: int) -> Tensor:
+    """(size, b, ...) -> (size * b, ...), whether or not the tensor is mapped over."""
+    moved = tensor.expand(size, *tensor.shape) if in_dim is None else tensor.movedim(in_dim, 0)
+    return moved.flatten(0, 1).contiguous()
+
+
+def _unfold(out: tuple[Tensor, ...], size: int) -> tuple:
+    return tuple(t.unflatten(0, (size, t.shape[0] // size)) for t in out), (0,) * len(out)
+
+
+def _gram_factor_vmap(info: Any, in_dims: tuple, gram: Tensor, method: str) -> tuple:
+    size = info.batch_size
+    return _unfold(native().gram_factor(_front(gram, in_dims[0], size), method), size)
+
+
+def _spectrum_bracket_vmap(
+    info: Any, in_dims: tuple, gram: Tensor, error: Tensor, rtol: float, max_steps: int, start: Tensor | None = None
+) -> tuple:
+    size = info.batch_size
+    start = None if start is None else _front(start, in_dims[4], size)
+    gram, error = _front(gram, in_dims[0], size), _front(error, in_dims[1], size)
+    return _unfold(native().spectrum_bracket(gram, error, rtol, max_steps, start), size)

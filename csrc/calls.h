@@ -1,0 +1,44 @@
+// What one op call hands to the code that runs it, on the CPU (cpu_kernels.h) or on a GPU (kernels.cu).
+#pragma once
+
+#include <cstdint>
+
+namespace ck {
+
+struct FactorCall {
+  const void* gram;  // batch x n x n, any strides (in elements)
+  int64_t stride[3];
+  int n;
+  bool polar;
+  void* factor;    // batch x n x n, contiguous, the type of gram
+  void* residual;  // batch
+  int8_t* status;  // batch
+};
+
+struct SpectrumCall {
+  const void* gram;
+  int64_t stride[3];
+  int n;
+  int max_steps;
+  double rtol;
+  const double* error;  // batch: |lambda_i(gram) - lambda_i(exact)| <= error
+  const void* start;    // batch x 2 x n, contiguous, the type of gram; or null
+  double* bounds;       // batch x 6
+  void* vectors;        // batch x 2 x n
+  int32_t* steps;       // batch
+  int8_t* status;       // batch
+};
+
+struct SampleCall {
+  uint64_t key;
+  int64_t head;   // of row 0 of out
+  int64_t first;  // element of column 0 of out
+  int64_t count;  // columns of out
+  float* out;     // heads x count, contiguous
+};
+
+// A row of samples is made in pieces of this many elements, which are also what threads share out.
+constexpr int64_t sample_piece = 1 << 14;
+inline int64_t sample_pieces(const SampleCall& call) { return (call.count + sample_piece - 1) / sample_piece; }
+
+}  // namespace ck

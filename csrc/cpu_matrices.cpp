@@ -1,0 +1,71 @@
+// The small-matrix algorithms for a team of one CPU thread. Compiled with -ffp-contract=fast: a product and a sum
+// may be fused where the hardware can, which only tightens the error bounds.
+#include "cpu_kernels.h"
+
+#include <new>
+
+#include "small_matrix.cuh"
+
+namespace ck {
+inline namespace CK_ISA {
+namespace {
+
+// Elements of T at a 64-byte boundary, freed at the end of the scope. Not std::vector: its inline functions would
+// exist once for all instruction sets.
+template <class T>
+class Workspace {
+ public:
+  explicit Workspace(int64_t count)
+      : data_(static_cast<T*>(::operator new(static_cast<std::size_t>(count) * sizeof(T), std::align_val_t(64)))) {}
+  ~Workspace() { ::operator delete(data_, std::align_val_t(64)); }
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+  T* data() const { return data_; }
+
+ private:
+  T* data_;
+};
+
+template <class T>
+Source<T> matrix(const void* gram, const int64_t* stride, int64_t index) {
+  return {static_cast<const T*>(gram) + index * stride[0], stride[1], stride[2]};
+}
+
+template <class T>
+void factor(const FactorCall& call, int64_t begin, int64_t end) {
+  using Matrix = SmallMatrix<T, Solo>;
+  const Matrix algorithms(Solo{}, call.n);
+  const Workspace<T> work(Matrix::factor_workspace(call.n));
+  const int64_t size = static_cast<int64_t>(call.n) * call.n;
+  for (int64_t b = begin; b < end; ++b) {
+    const Source<T> source = matrix<T>(call.gram, call.stride, b);
+    T* out = static_cast<T*>(call.factor) + b * size;
+    T& residual = static_cast<T*>(call.residual)[b];
+    call.status[b] = call.polar ? algorithms.inverse_sqrt(source, work.data(), out, residual)
+                                : algorithms.inverse_cholesky(source, work.data(), out, residual);
+  }
+}
+
+template <class T>
+void spectrum(const SpectrumCall& call, int64_t begin, int64_t end) {
+  using Matrix = SmallMatrix<T, Solo>;
+  const Matrix algorithms(Solo{}, call.n);
+  const Workspace<T> work(Matrix::spectrum_workspace(call.n, call.max_steps));
+  const int64_t pair = 2 * static_cast<int64_t>(call.n);
+  for (int64_t b = begin; b < end; ++b) {
+    const T* start = call.start ? static_cast<const T*>(call.start) + b * pair : nullptr;
+    const auto found = algorithms.spectrum_bracket(matrix<T>(call.gram, call.stride, b), call.error[b], call.rtol,
+                                                   call.max_steps, start, static_cast<T*>(call.vectors) + b * pair,
+                                                   work.data());
+    found.store(call.bounds + 6 * b);
+    call.steps[b] = found.steps;
+    call.status[b] = found.status;
+  }
+}
+
+}  // namespace
+}  // namespace CK_ISA
+
+const MatrixKernels CK_TABLE{factor<float>, factor<double>, spectrum<float>, spectrum<double>};
+
+}  // namespace ck

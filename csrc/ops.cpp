@@ -1,0 +1,187 @@
+// The ops of this package on torch's stable ABI: argument checks, the choice of dtype and device, registration.
+// Loaded by torch.ops.load_library; it needs no Python and any torch from 2.10 on. conditioned_kernels/_ops.py has
+// the fake implementations and the vmap rules.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "cpu_kernels.h"
+#if defined(CK_HAS_CUDA)
+#include "cuda_kernels.h"
+#endif
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+bool has_avx2() {
+#if defined(CK_HAS_AVX2)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+  return false;
+#endif
+}
+
+#if defined(CK_HAS_AVX2)
+const bool fast = has_avx2();
+const ck::MatrixKernels& matrices() { return fast ? ck::matrices_avx2 : ck::matrices_baseline; }
+ck::SampleKernel samples() { return fast ? ck::samples_avx2 : ck::samples_baseline; }
+#else
+const ck::MatrixKernels& matrices() { return ck::matrices_baseline; }
+ck::SampleKernel samples() { return ck::samples_baseline; }
+#endif
+
+void check_gram(const Tensor& gram) {
+  STD_TORCH_CHECK(gram.dim() == 3 && gram.size(1) == gram.size(2), "gram must be (batch, n, n), got a tensor with ",
+                  gram.dim(), " dimensions");
+  STD_TORCH_CHECK(gram.scalar_type() == ScalarType::Float || gram.scalar_type() == ScalarType::Double,
+                  "gram must be float32 or float64; convert it first");
+  STD_TORCH_CHECK(gram.size(1) < 46341, "gram must have n < 46341, got ", gram.size(1));
+}
+
+Tensor fresh(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {
+  return torch::stable::new_empty(like, {sizes.begin(), sizes.size()}, dtype);
+}
+
+struct Factor {
+  Tensor factor, residual, status;
+  ck::FactorCall call;
+};
+
+Factor prepare_factor(const Tensor& gram, const std::string& method) {
+  check_gram(gram);
+  STD_TORCH_CHECK(method == "polar" || method == "qr", "method must be 'polar' or 'qr', got '", method, "'");
+  const int64_t b = gram.size(0), n = gram.size(1);
+  Factor out{fresh(gram, {b, n, n}, gram.scalar_type()), fresh(gram, {b}, gram.scalar_type()),
+             fresh(gram, {b}, ScalarType::Char), {}};
+  out.call = {gram.const_data_ptr(),
+              {gram.stride(0), gram.stride(1), gram.stride(2)},
+              static_cast<int>(n),
+              method == "polar",
+              out.factor.mutable_data_ptr(),
+              out.residual.mutable_data_ptr(),
+              static_cast<int8_t*>(out.status.mutable_data_ptr())};
+  return out;
+}
+
+struct Spectrum {
+  Tensor bounds, vectors, steps, status;
+  ck::SpectrumCall call;
+};
+
+Spectrum prepare_spectrum(const Tensor& gram, const Tensor& error, double rtol, int64_t max_steps,
+                          const std::optional<Tensor>& start) {
+  check_gram(gram);
+  const int64_t b = gram.size(0), n = gram.size(1);
+  STD_TORCH_CHECK(error.scalar_type() == ScalarType::Double && error.dim() == 1 && error.size(0) == b &&
+                      error.is_contiguous() && error.get_device_index() == gram.get_device_index(),
+                  "error must be a contiguous float64 tensor (batch,) on the device of gram");
+  STD_TORCH_CHECK(max_steps >= 1 && max_steps <= (n < 1 ? 1 : n), "max_steps must be in [1, n], got ", max_steps);
+  STD_TORCH_CHECK(rtol > 0, "rtol must be positive, got ", rtol);
+  if (start)
+    STD_TORCH_CHECK(start->scalar_type() == gram.scalar_type() && start->dim() == 3 && start->size(0) == b &&
+                        start->size(1) == 2 && start->size(2) == n && start->is_contiguous() &&
+                        start->get_device_index() == gram.get_device_index(),
+                    "start must be contiguous, (batch, 2, n), of the dtype and on the device of gram");
+  Spectrum out{fresh(gram, {b, 6}, ScalarType::Double), fresh(gram, {b, 2, n}, gram.scalar_type()),
+               fresh(gram, {b}, ScalarType::Int), fresh(gram, {b}, ScalarType::Char), {}};
+  out.call = {gram.const_data_ptr(),
+              {gram.stride(0), gram.stride(1), gram.stride(2)},
+              static_cast<int>(n),
+              static_cast<int>(max_steps),
+              rtol,
+              static_cast<const double*>(error.const_data_ptr()),
+              start ? start->const_data_ptr() : nullptr,
+              static_cast<double*>(out.bounds.mutable_data_ptr()),
+              out.vectors.mutable_data_ptr(),
+              static_cast<int32_t*>(out.steps.mutable_data_ptr()),
+              static_cast<int8_t*>(out.status.mutable_data_ptr())};
+  return out;
+}
+
+ck::SampleCall prepare_samples(const Tensor& out, int64_t key, int64_t head, int64_t element) {
+  STD_TORCH_CHECK(out.scalar_type() == ScalarType::Float && out.dim() == 2 && out.is_contiguous(),
+                  "out must be a contiguous float32 tensor (heads, elements)");
+  STD_TORCH_CHECK(head >= 0 && element >= 0 && head + out.size(0) <= (int64_t{1} << 32),
+                  "head and element must be >= 0 and heads below 2^32, got head ", head, " and element ", element);
+  return {static_cast<uint64_t>(key), head, element, out.size(1), static_cast<float*>(out.mutable_data_ptr())};
+}
+
+std::tuple<Tensor, Tensor, Tensor> gram_factor_cpu(Tensor gram, std::string method) {
+  const Factor out = prepare_factor(gram, method);
+  const auto kernel =
+      gram.scalar_type() == ScalarType::Float ? matrices().factor_float : matrices().factor_double;
+  if (out.call.n > 0)
+    torch::stable::parallel_for(0, gram.size(0), 1, [&](int64_t begin, int64_t end) { kernel(out.call, begin, end); });
+  return {out.factor, out.residual, out.status};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> spectrum_bracket_cpu(Tensor gram, Tensor error, double rtol,
+                                                                int64_t max_steps, std::optional<Tensor> start) {
+  const Spectrum out = prepare_spectrum(gram, error, rtol, max_steps, start);
+  const auto kernel =
+      gram.scalar_type() == ScalarType::Float ? matrices().spectrum_float : matrices().spectrum_double;
+  if (out.call.n > 0)
+    torch::stable::parallel_for(0, gram.size(0), 1, [&](int64_t begin, int64_t end) { kernel(out.call, begin, end); });
+  return {out.bounds, out.vectors, out.steps, out.status};
+}
+
+void philox_normal_cpu(Tensor out, int64_t key, int64_t head, int64_t element) {
+  const ck::SampleCall call = prepare_samples(out, key, head, element);
+  torch::stable::parallel_for(0, out.size(0) * ck::sample_pieces(call), 1,
+                              [&](int64_t begin, int64_t end) { samples()(call, begin, end); });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(conditioned_kernels, m) {
+  m.def("gram_factor(Tensor gram, str method) -> (Tensor factor, Tensor residual, Tensor status)");
+  m.def(
+      "spectrum_bracket(Tensor gram, Tensor error, float rtol, int max_steps, Tensor? start=None) -> "
+      "(Tensor bounds, Tensor vectors, Tensor steps, Tensor status)");
+  m.def("philox_normal_(Tensor(a!) out, int key, int head, int element) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(conditioned_kernels, CPU, m) {
+  m.impl("gram_factor", TORCH_BOX(&gram_factor_cpu));
+  m.impl("spectrum_bracket", TORCH_BOX(&spectrum_bracket_cpu));
+  m.impl("philox_normal_", TORCH_BOX(&philox_normal_cpu));
+}
+
+#if defined(CK_HAS_CUDA)
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> gram_factor_cuda(Tensor gram, std::string method) {
+  const ck::CudaPlace place(gram.get_device_index());
+  const Factor out = prepare_factor(gram, method);
+  ck::launch_factor(out.call, gram.scalar_type() == ScalarType::Double, gram.size(0), place);
+  return {out.factor, out.residual, out.status};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> spectrum_bracket_cuda(Tensor gram, Tensor error, double rtol,
+                                                                 int64_t max_steps, std::optional<Tensor> start) {
+  const ck::CudaPlace place(gram.get_device_index());
+  const Spectrum out = prepare_spectrum(gram, error, rtol, max_steps, start);
+  ck::launch_spectrum(out.call, gram.scalar_type() == ScalarType::Double, gram.size(0), place);
+  return {out.bounds, out.vectors, out.steps, out.status};
+}
+
+void philox_normal_cuda(Tensor out, int64_t key, int64_t head, int64_t element) {
+  const ck::CudaPlace place(out.get_device_index());
+  ck::launch_samples(prepare_samples(out, key, head, element), out.size(0), place);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(conditioned_kernels, CUDA, m) {
+  m.impl("gram_factor", TORCH_BOX(&gram_factor_cuda));
+  m.impl("spectrum_bracket", TORCH_BOX(&spectrum_bracket_cuda));
+  m.impl("philox_normal_", TORCH_BOX(&philox_normal_cuda));
+}
+#endif
