@@ -9,21 +9,17 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from . import report as reports
 from ._backend import backends as list_backends
 from ._version import __version__
 from .initialize.conditioned import VALUES
 from .report import printable
-
-try:
-    import typer
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.table import Table
-except ImportError as missing:
-    sys.exit(f"conditioned-kernels needs {missing.name}: pip install 'conditioned_kernels[cli]'")
 
 app = typer.Typer(
     help="Fast, certified conditioning of attention weights.",
@@ -200,14 +196,15 @@ def layouts(
         [
             {"class": f"{row.module}.{row.cls}", "storage": row.form, "rule": row.rule, "installed": row.installed}
             for row in support_rows()
-        ]
+        ],
+        words=True,
     )
 
 
 @app.command()
 def backends() -> None:
     """Which implementations are available and, for the rest, why not."""
-    _table([{"backend": name, "status": status} for name, status in list_backends().items()])
+    _table([{"backend": name, "status": status} for name, status in list_backends().items()], words=True)
 
 
 @app.command()
@@ -231,13 +228,14 @@ def demo(
     _written(out_path)
 
 
-def _table(rows: list[dict[str, Any]], title: str | None = None) -> None:
+def _table(rows: list[dict[str, Any]], *, words: bool = False) -> None:
+    """Print rows as a table: columns of ``words`` may wrap, numbers after the first two columns stay whole."""
     if not rows:
         return
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(header_style="bold", show_lines=words)
     for number, name in enumerate(rows[0]):
-        # The first column holds names and may wrap; numbers must stay whole.
-        table.add_column(escape(name), justify="right" if number > 1 else "left", no_wrap=number > 1, overflow="fold")
+        whole = number > 1 and not words
+        table.add_column(escape(name), justify="right" if whole else "left", no_wrap=whole, overflow="fold")
     for row in rows:
         table.add_row(*(escape(reports.cell(value)) for value in row.values()))
     out.print(table)

@@ -325,7 +325,7 @@ def test_backends_and_version(run):
 
 
 def test_without_the_extra_the_message_names_it():
-    code = "import sys; sys.modules['typer'] = None\nimport conditioned_kernels.cli"
+    code = "import sys; sys.modules['typer'] = None\nfrom conditioned_kernels.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert "pip install 'conditioned_kernels[cli]'" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -237,6 +238,34 @@ def test_a28_large_matrices_in_full_precision_whatever_the_switches(method: str,
     finally:
         switch.fp32_precision = before
     assert residual(q) <= tolerances.orthogonality(torch.float32)
+
+
+def test_e10_the_switches_are_at_full_precision_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every processor has a low-precision product to show the difference, so look at the switches themselves."""
+    switches = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [switch.fp32_precision for switch in switches]
+    seen = []
+
+    def spied(original: Callable[..., object]) -> Callable[..., object]:
+        def spy(*args: object) -> object:
+            seen.append([switch.fp32_precision for switch in switches])
+            return original(*args)
+
+        return spy
+
+    for name in ("_orthogonalize_chunk", "_spectrum_chunk"):
+        monkeypatch.setattr(_torch, name, spied(getattr(_torch, name)))
+    try:
+        switches[0].fp32_precision, switches[1].fp32_precision = "tf32", "bf16"
+        ck.orthogonalize(gaussian(8, 16))
+        ck.condition_number(gaussian(8, 16))
+        with pytest.raises(KeyboardInterrupt), _torch.full_precision():
+            raise KeyboardInterrupt
+        assert [switch.fp32_precision for switch in switches] == ["tf32", "bf16"]
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.fp32_precision = value
+    assert seen == [["ieee", "ieee"]] * 2
 
 
 @methods

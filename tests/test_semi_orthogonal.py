@@ -223,7 +223,7 @@ def test_a10_empty_shapes(shape: tuple[int, ...]) -> None:
 def test_a_singular_draw_is_refused_and_leaves_the_tensor_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draw of the stream is never singular in practice; the check is there all the same."""
     module = sys.modules[ck.semi_orthogonal_.__module__]  # the package's name "orthogonalize" is the function
-    monkeypatch.setattr(module, "philox_normal", lambda key, heads, elements, device: torch.ones(len(heads), 32))
+    monkeypatch.setattr(module, "philox_normal", lambda key, heads, elements, **_: torch.ones(len(heads), 32))
     w = gaussian(2, 4, 8)
     before = w.clone()
     with pytest.raises(RuntimeError, match=r"numerically singular matrix \(matrix 0: .*use another seed"):

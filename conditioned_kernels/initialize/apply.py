@@ -263,18 +263,18 @@ def _check_disjoint(group: list[tuple[Target, tuple]]) -> None:
 
 def write_all(writes: list[tuple[Target, Tensor]], scheme: str) -> None:
     """Write every target's new heads, and undo all of it if anything fails on the way."""
-    undo: list[tuple[Tensor, Tensor]] = []
+    undo: list[Callable[[], None]] = []
     written: list[Target] = []
     try:
         while writes:
             target, heads = writes.pop(0)
-            undo += [(tensor, tensor.clone()) for tensor in _stored(target)]
+            undo.append(_restorer(target))
             _write(target, heads)
             written.append(target)
             del heads
     except BaseException:
-        for tensor, old in reversed(undo):
-            tensor.copy_(old)
+        for restore in reversed(undo):
+            restore()
         raise
     for target in written:
         weight = target.weight
@@ -284,12 +284,20 @@ def write_all(writes: list[tuple[Target, Tensor]], scheme: str) -> None:
                 weight._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
-def _stored(target: Target) -> list[Tensor]:
-    """What a write changes: the heads, or everything a parametrization recomputes its weight from."""
-    if not target.parametrized:
-        return [target.heads]
-    source = parametrizations(target.owner, target.attribute)
-    return [*source.parameters(), *source.buffers()]  # the objects: an assignment may give them other storage
+def _restorer(target: Target) -> Callable[[], None]:
+    """A function that puts back every bit that :func:`_write` may change."""
+    places = [target.heads]
+    if target.parametrized:
+        # The tensors themselves and no views, since an assignment may give them other memory.
+        state = parametrizations(target.owner, target.attribute)
+        places = [*state.parameters(), *state.buffers()]
+    copies = [place.clone() for place in places]
+
+    def restore() -> None:
+        for place, copy in zip(places, copies, strict=True):
+            place.copy_(copy)
+
+    return restore
 
 
 def _write(target: Target, heads: Tensor) -> None:
