@@ -219,3 +219,13 @@ def test_modules_used_twice_are_visited_once() -> None:
     layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
     found = ck.find_attention(nn.ModuleDict({"a": layer, "b": layer}))
     assert [each.name for each in found.layers] == ["a.self_attn"]
+
+
+def test_names_alone_do_not_make_attention() -> None:
+    """A gate or an adapter with "Attn" in its class is no unknown attention, so it does not stop the rest."""
+    wav2vec2 = pytest.importorskip("transformers.models.wav2vec2.modeling_wav2vec2")
+    config = wav2vec2.Wav2Vec2Config(hidden_size=16, adapter_attn_dim=4)
+    model = nn.ModuleDict({"adapter": wav2vec2.Wav2Vec2AttnAdapterLayer(config), "attn": nn.MultiheadAttention(16, 4)})
+    found = ck.find_attention(model)
+    assert [layer.name for layer in found.layers] == ["attn"]
+    assert not found.unknown

@@ -361,6 +361,8 @@ def test_b27_reading_changes_no_state() -> None:
     with unchanged(model):
         ck.find_attention(model, layouts=LAYOUTS)
         ck.verify(model, layouts=LAYOUTS)
+        ck.probe(model, torch.randn(1, 5, 16), layouts=LAYOUTS)
+    assert all(module.training for module in model.modules())
 
 
 def test_b27_an_orthogonal_parametrization_is_assigned() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from .families import FAMILIES, Family
+from .families import FAMILIES, NOT_ATTENTION, Family
 from .layout import LayoutError, LayoutFunction, Projection, attribute, from_views
 from .wrappers import full_name, own_name, quiet_parametrizations, unwrap
 
@@ -190,6 +190,8 @@ def _match(
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
+    if any(full_name(base) in NOT_ATTENTION for base in type(module).__mro__):
+        return False
     children = set(module._modules) | set(module._parameters)
     hinted = bool(_CLASS_HINT.search(type(module).__name__)) or any(hint <= children for hint in _CHILD_HINTS)
     return hinted and any(parameter.ndim >= 2 for parameter in module.parameters())

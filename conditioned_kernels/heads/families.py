@@ -321,3 +321,12 @@ FAMILIES: tuple[Family, ...] = (
     _hf("deepseek_v2", "DeepseekV2Attention", _MLA, _MLA_RULE),
     _hf("deepseek_v3", "DeepseekV3Attention", _MLA, _MLA_RULE, permuted="rope"),
 )
+
+NOT_ATTENTION = {
+    "transformers.models.wav2vec2.modeling_wav2vec2.Wav2Vec2AttnAdapterLayer": "a bottleneck after the layer",
+    "timm.layers.split_attn.SplitAttn": "a softmax over branches",
+    "timm.layers.selective_kernel.SelectiveKernelAttn": "a softmax over branches",
+    "timm.layers.cbam.ChannelAttn": "a gate per channel",
+    "timm.layers.cbam.SpatialAttn": "a gate per position",
+}
+"""Classes with attention in their name and no queries and keys; left alone without a word."""

@@ -124,10 +124,9 @@ def probe_layers(
     """:func:`probe` of the layers in ``found``, with their projections as given there."""
     rows: dict[str, list[ProbeRow]] = {}
     inputs, named = tree_map(_repeat(batch_dim), (args, dict(kwargs)))
-    with ExitStack() as stack:
+    with _plain_attention(model), ExitStack() as stack:
         for layer in found.layers:
             stack.enter_context(_instrumented(layer, rows))
-        stack.enter_context(_plain_attention(model))
         model(*inputs, **named)
     for layer in found.layers:
         if layer.name not in rows:
