@@ -45,7 +45,7 @@ def _no_extension(device: torch.device, dtype: torch.dtype, short: int) -> str:
     if device.type == "cuda":
         if not found.cuda:
             return "it was built without CUDA code (python -m conditioned_kernels.build, with nvcc, compiles it)"
-        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
         if (bytes_ := shared_memory(short, dtype)) > limit:
             return f"{short} rows need {bytes_} bytes of shared memory, and {device} has {limit}"
     return ""

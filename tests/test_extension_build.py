@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -39,24 +42,26 @@ def test_the_build_limits_its_jobs_and_names_every_flag(monkeypatch: pytest.Monk
     assert build.nvcc_compiler() is None
     torch_folder = build.torch_folder()
     compile_, link = build.commands(CSRC, torch_folder, tmp_path, None)
-    assert not any("nvcc" in word or "cudart" in word for word in [*sum(compile_, []), *link])
+    assert not any("nvcc" in word or "cudart" in word for word in [*itertools.chain(*compile_), *link])
     samples = [command for command in compile_ if any("cpu_samples" in word for word in command)]
     assert samples and all("-ffp-contract=off" in command for command in samples)
     compile_, _ = build.commands(CSRC, torch_folder, tmp_path, "/usr/bin/nvcc")
     assert any("-Werror=all-warnings" in command and "--threads=1" in command for command in compile_)
 
 
+HIDE_SITE = "import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]; "
+"""As an isolated build does: torch is on no path, and only sys.prefix leads to it."""
+
+
 def run_optional_build(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess:
-    code = (
-        "import runpy, pathlib; build = runpy.run_path(r'%s');"
-        "print(build['optional_build'](pathlib.Path(r'%s')))" % (build.__file__, tmp_path)
-    )
+    code = f"{HIDE_SITE}import runpy, pathlib; build = runpy.run_path(r'{build.__file__}');"
+    code += f"print(build['optional_build'](pathlib.Path(r'{tmp_path}')))"
     variables = {**os.environ, **environment}
-    return subprocess.run([sys.executable, "-S", "-c", code], env=variables, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
 
 
 def test_without_compiler_or_torch_there_is_one_line_and_no_error(tmp_path: Path) -> None:
-    """Field reports G01 and G10. -S hides site-packages, as an isolated build does; torch is then found by path."""
+    """Field reports G01 and G10."""
     said = run_optional_build(tmp_path, PATH=str(tmp_path), CXX="")
     assert said.returncode == 0 and said.stdout == "None\n"
     assert said.stderr.count("\n") == 1 and "no C++ compiler" in said.stderr and "pure Python" in said.stderr
@@ -76,9 +81,9 @@ def test_a_compiler_s_refusal_is_told_in_its_words(tmp_path: Path) -> None:
 
 def test_torch_is_found_by_path_and_not_imported(tmp_path: Path) -> None:
     """Field reports G01 and G02."""
-    code = f"import runpy, sys; b = runpy.run_path(r'{build.__file__}'); print(b['torch_folder']()); "
+    code = f"{HIDE_SITE}import runpy; b = runpy.run_path(r'{build.__file__}'); print(b['torch_folder']()); "
     code += "assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).samefile(Path(torch.__file__).parent)
 
@@ -102,8 +107,6 @@ def test_sdist_has_every_included_file_and_builds_a_pure_wheel(tmp_path: Path) -
     )
     environment = {**os.environ, "CK_NO_EXTENSION": "1"}
     tree = tmp_path / "tree"
-    import shutil
-
     shutil.copytree(
         ROOT, tree, ignore=shutil.ignore_patterns(".git", "build", "*.egg-info", "_native.*", "__pycache__")
     )
@@ -126,8 +129,6 @@ def test_sdist_has_every_included_file_and_builds_a_pure_wheel(tmp_path: Path) -
             assert (unpacked / "csrc" / name).is_file(), (source.name, name)
     wheel = make(unpacked, "w")
     assert wheel.name.endswith("py3-none-any.whl")
-    import zipfile
-
     names = zipfile.ZipFile(wheel).namelist()
     assert {f"conditioned_kernels/csrc/{path.name}" for path in sources} <= set(names)
     assert not any(name.endswith((".so", "_native.json")) for name in names)
@@ -138,8 +139,6 @@ def test_library_needs_neither_python_nor_cuda_nor_unstable_torch() -> None:
     if reason := ready():
         pytest.skip(reason)
     library = _extension.find() or folder() / build.LIBRARY
-    import shutil
-
     if not shutil.which("nm") or not shutil.which("readelf"):
         pytest.skip("no binutils")
     names = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True).stdout

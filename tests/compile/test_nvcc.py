@@ -21,7 +21,7 @@ SHARED_LIMIT = {"80": 163 << 10, "90": 227 << 10, "100": 227 << 10}
 """Bytes one block may ask for: CUDA C++ Programming Guide, technical specifications per compute capability."""
 REGISTERS = 65536
 THREADS = {"factor": 256, "spectrum": 128, "sample": 256}
-KERNELS = tuple((name, kind) for name in ("factor", "spectrum") for kind in ("float", "double")) + (("sample", ""),)
+KERNELS = (*((name, kind) for name in ("factor", "spectrum") for kind in ("float", "double")), ("sample", ""))
 
 
 def ptxas(architecture: str) -> str:
@@ -80,9 +80,8 @@ def test_no_kernel_spills_and_every_block_fits(table, capsys: pytest.CaptureFixt
         assert set(rows) == set(KERNELS)
         for (name, kind), row in rows.items():
             spills = row["spill_stores"] + row["spill_loads"]
-            lines.append(
-                f"{architecture:4} {name + ' ' + kind:16} {row['registers']:9} {row['stack']:6} {spills:7} {row['static']:6}"
-            )
+            numbers = f"{row['registers']:9} {row['stack']:6} {spills:7} {row['static']:6}"
+            lines.append(f"{architecture:4} {name + ' ' + kind:16} {numbers}")
             assert spills == 0, (architecture, name, kind)
             assert row["registers"] * THREADS[name] <= REGISTERS
             assert row["static"] <= 1024
