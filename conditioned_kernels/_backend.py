@@ -11,8 +11,8 @@ from . import _extension
 from ._validate import choice
 
 MAX_SHORT = {"cpu": 256, "cuda": 128}
-"""Largest short side for the extension. On two CPU cores its Cholesky is unblocked and loses to LAPACK above; on a
-GPU the matrix has to fit shared memory (csrc/kernels.cu says where it does not)."""
+"""Largest short side for the extension: above it, on the CPU, LAPACK's blocked factorizations win; on a GPU, the
+matrices have to fit shared memory (:func:`shared_memory`)."""
 
 
 class Backend(NamedTuple):
@@ -21,6 +21,13 @@ class Backend(NamedTuple):
     name: str
     device: torch.device
     reason: str
+
+
+def shared_memory(short: int, dtype: torch.dtype) -> int:
+    """Bytes of shared memory one block of the factor kernel needs; ``factor_workspace`` of csrc/small_matrix.cuh."""
+    item = 8 if dtype == torch.float64 else 4
+    padded = -(-short * item // 16) * 16 // item
+    return (padded * padded * (3 if padded == short else 4) + 2 * padded) * item
 
 
 def _no_torch(device: torch.device, dtype: torch.dtype, short: int) -> str:
@@ -35,8 +42,12 @@ def _no_extension(device: torch.device, dtype: torch.dtype, short: int) -> str:
     found = _extension.load()
     if not found.available:
         return found.sentence
-    if device.type == "cuda" and not found.cuda:
-        return "it was built without CUDA code (python -m conditioned_kernels.build, with nvcc, compiles it)"
+    if device.type == "cuda":
+        if not found.cuda:
+            return "it was built without CUDA code (python -m conditioned_kernels.build, with nvcc, compiles it)"
+        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+        if (bytes_ := shared_memory(short, dtype)) > limit:
+            return f"{short} rows need {bytes_} bytes of shared memory, and {device} has {limit}"
     return ""
 
 

@@ -66,12 +66,13 @@ def gram_factor(gram: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:
     -------
     factor : (b, n, n), NaN where G is not numerically positive definite.
     residual : (b,), max |F G F^T - I| as measured.
-    status : (b,), int8.
+    status : (b,), int8; converged means residual <= 8 eps.
 
     Notes
     -----
-    *Accuracy.* The residual of F itself is about u kappa(W), u the unit roundoff of the dtype: products that decide it
-    are summed in float64. *Cost.* 2 n^3 flops for "qr", about 25 n^3 for "polar" at kappa(G) = 3.
+    *Accuracy.* The residual is about u kappa(W), with u the unit roundoff of the dtype, for "polar" up to kappa(W) = 5
+    or so, beyond which its iteration loses digits and the residual says so.
+    *Cost.* 2 n^3 flops for "qr", about 25 n^3 for "polar" at kappa(G) = 3.
     """
     return native().gram_factor(gram, method)
 

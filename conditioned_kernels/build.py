@@ -32,7 +32,6 @@ TORCH_TARGET = "0x020a000000000000"
 """Oldest torch the library runs under, 2.10, in the form TORCH_TARGET_VERSION has."""
 
 DEFAULT_ARCHITECTURES = "8.0;9.0;10.0+PTX"
-PTX_FOR = "10.0"
 
 _HERE = Path(__file__).resolve().parent
 
@@ -134,24 +133,18 @@ def commands(csrc: Path, torch: Path, work: Path, nvcc: str | None) -> tuple[lis
         objects.append(str(work / f"{stem}.o"))
         compile_.append([*compiler, *flags, "-c", str(csrc / source), "-o", objects[-1]])
 
-    includes = [f"-I{torch / 'include'}"]
-    cuda_home = Path(nvcc).resolve().parent.parent if nvcc else None
-    if nvcc and cuda_home:
-        add([nvcc], "kernels.cu", "kernels", [*NVCC_FLAGS, *architectures(os.environ.get("TORCH_CUDA_ARCH_LIST"))])
-        includes.append(f"-I{cuda_home / 'include'}")
+    if nvcc:
+        targets = architectures(os.environ.get("TORCH_CUDA_ARCH_LIST"))
+        add([nvcc], "kernels.cu", "kernels", [*NVCC_FLAGS, f"--threads={_jobs()}", *targets])
     target = f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"
-    add(cxx, "ops.cpp", "ops", [*CXX_FLAGS, *have, target, *includes])
+    add(cxx, "ops.cpp", "ops", [*CXX_FLAGS, *have, target, f"-I{torch / 'include'}"])
     for name, contract in CPU_SOURCES.items():
         for isa, flags in variants.items():
             names = (f"-DCK_ISA={name}_{isa}_code", f"-DCK_TABLE={name}_{isa}")
             add(cxx, f"cpu_{name}.cpp", f"{name}_{isa}", [*CXX_FLAGS, *have, *names, contract, *flags])
-    libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu"]
-    if nvcc and cuda_home:
-        # The static runtime: no dependence on a CUDA library at load time, so CPU-only torch loads it too.
-        folders = [cuda_home / "lib64", *cuda_home.glob("targets/*/lib"), cuda_home / "lib"]
-        libraries += [f"-L{folder}" for folder in folders if folder.is_dir()]
-        libraries += ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-    return compile_, [*cxx, "-shared", *objects, "-o", str(work / LIBRARY), *libraries]
+    # nvcc links its runtime statically: no CUDA library is needed at load time, so CPU-only torch loads it too.
+    linker = [nvcc] if nvcc else cxx
+    return compile_, [*linker, "-shared", *objects, "-o", str(work / LIBRARY), f"-L{torch / 'lib'}", "-ltorch_cpu"]
 
 
 def build(folder: Path) -> Path:
@@ -168,8 +161,7 @@ def build(folder: Path) -> Path:
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         compile_, link = commands(csrc, torch, work, nvcc)
-        jobs = max(1, int(os.environ.get("MAX_JOBS") or min(2, os.cpu_count() or 1)))
-        with ThreadPoolExecutor(jobs) as pool:
+        with ThreadPoolExecutor(_jobs()) as pool:
             list(pool.map(_run, compile_))
         _run(link)
         record = {
@@ -205,11 +197,16 @@ def optional_build(folder: Path) -> Path | None:
         return None
 
 
+def _jobs() -> int:
+    return max(1, int(os.environ.get("MAX_JOBS") or min(2, os.cpu_count() or 1)))
+
+
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         lines = (done.stderr or done.stdout).splitlines()
-        first = next((line for line in lines if "error" in line), lines[-1] if lines else "no output")
+        telling = ("error:", "error :", "cannot find", "undefined reference", "fatal")
+        first = next((line for line in lines if any(word in line for word in telling)), " ".join(lines) or "no output")
         raise CannotBuild(f"{Path(command[0]).name} failed: {first.strip()}")
 
 

@@ -12,6 +12,9 @@
 
 #include "cpu_kernels.h"
 #if defined(CK_HAS_CUDA)
+#include <dlfcn.h>
+#include <torch/csrc/stable/accelerator.h>
+
 #include "cuda_kernels.h"
 #endif
 
@@ -157,24 +160,44 @@ STABLE_TORCH_LIBRARY_IMPL(conditioned_kernels, CPU, m) {
 #if defined(CK_HAS_CUDA)
 namespace {
 
+// The device of a tensor made current for the scope, and torch's current stream on it.
+class Place {
+ public:
+  explicit Place(const Tensor& tensor) : guard_(tensor.get_device_index()) {
+    // Only torch's CUDA library has this function. Looked up when called, so that CPU-only torch loads the extension.
+    using CurrentStream = int32_t (*)(int32_t, void**);
+    static const auto current = [] {
+      void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+      return library ? reinterpret_cast<CurrentStream>(dlsym(library, "aoti_torch_get_current_cuda_stream")) : nullptr;
+    }();
+    STD_TORCH_CHECK(current != nullptr, "torch's CUDA library is not loaded; pass backend='torch'");
+    STD_TORCH_CHECK(current(tensor.get_device_index(), &stream_) == 0, "torch gave no current CUDA stream");
+  }
+  void* stream() const { return stream_; }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  void* stream_ = nullptr;
+};
+
 std::tuple<Tensor, Tensor, Tensor> gram_factor_cuda(Tensor gram, std::string method) {
-  const ck::CudaPlace place(gram.get_device_index());
+  const Place place(gram);
   const Factor out = prepare_factor(gram, method);
-  ck::launch_factor(out.call, gram.scalar_type() == ScalarType::Double, gram.size(0), place);
+  ck::launch_factor(out.call, gram.scalar_type() == ScalarType::Double, gram.size(0), place.stream());
   return {out.factor, out.residual, out.status};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> spectrum_bracket_cuda(Tensor gram, Tensor error, double rtol,
                                                                  int64_t max_steps, std::optional<Tensor> start) {
-  const ck::CudaPlace place(gram.get_device_index());
+  const Place place(gram);
   const Spectrum out = prepare_spectrum(gram, error, rtol, max_steps, start);
-  ck::launch_spectrum(out.call, gram.scalar_type() == ScalarType::Double, gram.size(0), place);
+  ck::launch_spectrum(out.call, gram.scalar_type() == ScalarType::Double, gram.size(0), place.stream());
   return {out.bounds, out.vectors, out.steps, out.status};
 }
 
 void philox_normal_cuda(Tensor out, int64_t key, int64_t head, int64_t element) {
-  const ck::CudaPlace place(out.get_device_index());
-  ck::launch_samples(prepare_samples(out, key, head, element), out.size(0), place);
+  const Place place(out);
+  ck::launch_samples(prepare_samples(out, key, head, element), out.size(0), place.stream());
 }
 
 }  // namespace

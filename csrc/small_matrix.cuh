@@ -90,7 +90,7 @@ struct SmallMatrix {
         out[i * N + i] += static_cast<T>(shift);
         for (int j = i + 1; j < n; ++j) out[j * N + i] = upper ? T(0) : source(i, j) * scale;
       }
-      for (int j = n; j < N; ++j) {
+      for (int j = i > n ? i : n; j < N; ++j) {
         out[i * N + j] = i == j ? T(1) : T(0);
         out[j * N + i] = i == j ? T(1) : T(0);
       }
@@ -306,11 +306,12 @@ struct SmallMatrix {
     multiply<T, false>(y, c, d, -1, 1);
     residual = largest(d, scratch);
     store(z, root(scale), out);
-    return converged;
+    return judge(residual);
   }
 
   // out = source^(-1/2) by the coupled Newton-Schulz iteration [FM, eq. 6.35], as _torch._inverse_sqrt_newton: in T
-  // until ||I - z y|| <= sqrt(u) / 5, then uncoupled steps whose residual I - z G z is accumulated in double.
+  // until ||I - z y|| <= sqrt(u) / 5, then uncoupled steps whose residual I - z G z is accumulated in double. For
+  // kappa(G) up to about 30; beyond, rounding keeps the iterates from commuting, and the residual says so.
   CK_FN Status inverse_sqrt(const Source<T>& source, T* work, T* out, T& residual) const {
     T* z = work;
     T* y = z + N * N;
@@ -355,8 +356,11 @@ struct SmallMatrix {
       add(y, z);
     }
     store(z, 1 / root(mean), out);
-    return converged;
+    return judge(residual);
   }
+
+  // The tolerance of _torch.residual_tolerance: 8 eps.
+  CK_FN static Status judge(T residual) { return residual <= 16 * static_cast<T>(unit) ? converged : tolerance_not_met; }
 
   CK_FN Status lost(double size, T* out, T& residual) const {
     const T nan = static_cast<T>(__builtin_nan(""));
@@ -566,6 +570,7 @@ struct SmallMatrix {
   // A unit vector from a fixed stream, orthogonal to the first `count` basis vectors: the same in every run. With
   // normal entries, the chance that it misses an eigenvector is nil, and a miss would only cost steps.
   CK_FN void random_direction(T* target, int count, const T* basis, T* w, T* coefficient) const {
+    team.sync();  // someone may still be reading w
     for (int i = team.rank; i < N; i += team.size) {
       float z[4];
       philox_normal4(0x636f6e646974696full, static_cast<uint32_t>(count), static_cast<uint64_t>(i / 4), z);

@@ -73,6 +73,10 @@ struct Lanes {
   }
   CK_FN static Lanes load(const T* from) {
     Lanes out;
+#if defined(__CUDA_ARCH__)
+    // Strips begin at multiples of their own size: one 16-byte access.
+    from = static_cast<const T*>(__builtin_assume_aligned(from, sizeof(Lanes)));
+#endif
     for (int i = 0; i < count; ++i) __builtin_memcpy(&out.v[i], from + i * lanes, sizeof(V));
     return out;
   }
@@ -94,6 +98,9 @@ struct Lanes {
     return out;
   }
   CK_FN void store(T* to) const {
+#if defined(__CUDA_ARCH__)
+    to = static_cast<T*>(__builtin_assume_aligned(to, sizeof(Lanes)));
+#endif
     for (int i = 0; i < count; ++i) __builtin_memcpy(to + i * lanes, &v[i], sizeof(V));
   }
 
