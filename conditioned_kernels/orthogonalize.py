@@ -213,7 +213,8 @@ def semi_orthogonal_(
     TypeError, ValueError
         as :func:`semi_orthogonal`; ValueError for a meta tensor or one whose elements share memory.
     RuntimeError
-        for a tensor made under ``torch.inference_mode()``.
+        for a tensor made under ``torch.inference_mode()``; and for a draw that is numerically singular, which has
+        probability zero for practical purposes and leaves the contents of ``tensor`` undefined.
     """
     _validate.matrices(tensor, "tensor", allow_complex=False)
     _validate.writable(tensor, "tensor")

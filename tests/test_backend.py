@@ -47,7 +47,7 @@ def test_a25_mps_computes_on_the_cpu_and_says_so() -> None:
     """MPS has no QR and its eigensolver hangs on some sizes, so it must not be used because the tensor is there."""
     chosen = _backend.choose_backend("auto", torch.device("mps"))
     assert chosen.device == torch.device("cpu")
-    assert chosen.name == "torch"
+    assert chosen.name in ck.backends()
     assert "mps" in chosen.reason
 
 

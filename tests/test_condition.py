@@ -26,6 +26,8 @@ from .matrices import (
     svd,
 )
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 RTOL = 1e-3
 sizes = st.integers(1, 24)
 shapes = st.lists(st.integers(1, 3), max_size=2).flatmap(lambda b: st.tuples(*map(st.just, b), sizes, sizes))

@@ -21,6 +21,8 @@ from conditioned_kernels.initialize import apply
 from . import tolerances
 from .matrices import svd
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CONDITIONED = sys.modules["conditioned_kernels.initialize.conditioned"]
 WIDTH, HEADS = 32, 4

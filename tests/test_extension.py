@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from extension_build import compile_test, ready
 
 import conditioned_kernels as ck
 from conditioned_kernels import _backend, _extension, _ops, _torch, build, sampling
+
+from .extension_build import compile_test, ready
 
 ROOT = Path(ck.__file__).parent.parent
 WORK = (torch.float32, torch.float64)

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from extension_build import CSRC, folder, ready
 
 from conditioned_kernels import _extension, build
+
+from .extension_build import CSRC, folder, ready
 
 ROOT = Path(__file__).parent.parent
 CHECKOUT = (ROOT / "setup.py").is_file()

