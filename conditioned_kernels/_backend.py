@@ -46,7 +46,7 @@ def extension_refusal(device: torch.device, dtype: torch.dtype, short: int) -> s
     if device.type == "cuda":
         if not found.cuda:
             return "it was built without CUDA code (python -m conditioned_kernels.build, with nvcc, compiles it)"
-        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
         if (bytes_ := shared_memory(short, dtype)) > limit:
             return f"{short} rows need {bytes_} bytes of shared memory, and {device} has {limit}"
     return ""

@@ -6,11 +6,11 @@ import functools
 import json
 import os
 import platform
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-
 
 
 class Extension(NamedTuple):
@@ -35,7 +35,7 @@ def load() -> Extension:
     try:
         torch.ops.load_library(str(library))
     except (OSError, RuntimeError) as error:
-        return Extension(False, False, f"{library} cannot be loaded: {_why(str(error), record)}")
+        return Extension(False, False, f"{library} cannot be loaded: {_why(str(error.__cause__ or error), record)}")
     cuda = bool(record.get("cuda"))
     code = f"CPU and CUDA ({', '.join(_targets(record['cuda']))})" if cuda else "CPU"
     return Extension(True, cuda, f"available: {code} code, {_built(record)}; running torch {torch.__version__}")
@@ -67,7 +67,7 @@ def _built(record: dict) -> str:
 
 
 def _targets(flags: list[str]) -> list[str]:
-    return [flag.partition("code=")[2].strip("[]").replace(",", " + ") for flag in flags]
+    return [target for flag in flags for target in re.findall(r"(?:sm|compute)_\w+", flag.partition("code=")[2])]
 
 
 def _why(error: str, record: dict) -> str:

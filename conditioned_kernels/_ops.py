@@ -68,12 +68,13 @@ def gram_factor(gram: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:
     -------
     factor : (b, n, n), NaN where G is not numerically positive definite.
     residual : (b,), max |F G F^T - I| as measured.
-    status : (b,), int8.
+    status : (b,), int8; converged means residual <= 8 eps.
 
     Notes
     -----
-    *Accuracy.* The residual of F itself is about u kappa(W), u the unit roundoff of the dtype: products that decide it
-    are summed in float64. *Cost.* 2 n^3 flops for "qr", about 25 n^3 for "polar" at kappa(G) = 3.
+    *Accuracy.* The residual is about u kappa(W), with u the unit roundoff of the dtype, for "polar" up to kappa(W) = 5
+    or so, beyond which its iteration loses digits and the residual says so.
+    *Cost.* 2 n^3 flops for "qr", about 25 n^3 for "polar" at kappa(G) = 3.
     """
     return native().gram_factor(gram, method)
 
@@ -148,7 +149,7 @@ def semi_orthogonal_(
     tensors: list[Tensor], keys: list[int], gains: list[float], method: str, redraw: Callable[..., Tensor]
 ) -> Tensor:
     """Draw semi-orthogonal heads straight into ``tensors``, for the "triton" backend and at most 128 rows."""
-    first = tensors[0] if tensors[0].shape[-2] <= tensors[0].shape[-1] else tensors[0].mT
+    first = tensors[0] if tensors[0].shape[-2] < tensors[0].shape[-1] else tensors[0].mT
     with _torch.full_precision():
         small = small_matrix("triton", first)
         return _triton_route().semi_orthogonal_(tensors, keys, gains, method, small.factor, redraw)

@@ -1,4 +1,7 @@
-"""Build a model from a name: ``transformers:gpt2``, ``timm:vit_base_patch16_224``, ``torch:encoder-12x768x12``.
+"""Build a model from a name.
+
+``transformers:gpt2``, ``timm:vit_base_patch16_224``, ``torch:encoder-12x768x12``, or ``python:my_model.py:build``,
+which runs that file of yours and calls its function; the file may also register layouts.
 
 Nothing is downloaded: architectures come from configurations, weights from the libraries' own initialization.
 """
@@ -7,13 +10,14 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-LIBRARIES = ("transformers", "timm", "torch")
+LIBRARIES = ("transformers", "timm", "torch", "python")
 
 
 class ArchitectureError(ValueError):
@@ -30,7 +34,8 @@ def build(name: str, *, config: str | Path | None = None, device: str = "cpu", s
 
     Parameters
     ----------
-    name : ``transformers:<model type>``, ``timm:<model>`` or ``torch:encoder-<layers>x<width>x<heads>``.
+    name : ``transformers:<model type>``, ``timm:<model>``, ``torch:encoder-<layers>x<width>x<heads>`` or
+        ``python:<file>:<function without arguments>``.
     config : for transformers, a JSON file with the configuration; default the model type's own.
     device : "cpu", or "meta" for a model without values.
     seed : of torch's random state while the library initializes; the state is restored afterwards.
@@ -52,7 +57,7 @@ def build(name: str, *, config: str | Path | None = None, device: str = "cpu", s
         torch.manual_seed(seed)
         if library == "transformers":
             return from_config(transformers_config(model, config))
-        return _timm(model) if library == "timm" else _torch(model)
+        return {"timm": _timm, "torch": _torch, "python": _python}[library](model)
 
 
 def transformers_config(model_type: str | None, file: str | Path | None) -> Any:
@@ -94,11 +99,16 @@ def from_config(config: Any) -> nn.Module:
 def example_input(model: nn.Module, tokens: int = 8) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) of one sample that ``model``, as :func:`build` makes it, accepts; for the forward probe.
 
+    A model of yours gives its own by a method ``example_input()``: a tuple of arguments or a dict of keywords.
+
     Raises
     ------
     ArchitectureError
         for a model whose input is not known.
     """
+    if callable(own := getattr(model, "example_input", None)):
+        given = own()
+        return ((), given) if isinstance(given, dict) else (given if isinstance(given, tuple) else (given,), {})
     config: Any = getattr(model, "config", None)
     if isinstance(model, nn.TransformerEncoder):
         layer: Any = model.layers[0]
@@ -140,6 +150,19 @@ def _torch(name: str) -> nn.Module:
         )
     layer = nn.TransformerEncoderLayer(width, heads, 4 * width, batch_first=True)
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+def _python(name: str) -> nn.Module:
+    file, _, function = name.rpartition(":")
+    if not Path(file).is_file():
+        raise ArchitectureError(f"expected python:<file>:<function> with an existing file, got python:{name}")
+    make = runpy.run_path(file).get(function)
+    if not callable(make):
+        raise ArchitectureError(f"{file} has no function {function!r}")
+    model = make()
+    if not isinstance(model, nn.Module):
+        raise ArchitectureError(f"{function} of {file} must return a torch.nn.Module, got {type(model).__name__}")
+    return model
 
 
 def _library(name: str) -> Any:

@@ -215,10 +215,14 @@ def _torch_version(torch: Path) -> str:
     return match.group(1) if match else "unknown"
 
 
+def default_folder() -> Path:
+    """Where the library goes: the package folder, or the user's if that is read-only."""
+    return _HERE if os.access(_HERE, os.W_OK) else user_folder()
+
+
 def main() -> int:
-    folder = _HERE if os.access(_HERE, os.W_OK) else user_folder()
     try:
-        library = build(folder)
+        library = build(default_folder())
     except CannotBuild as reason:
         print(f"conditioned_kernels.build: {reason}", file=sys.stderr)
         return 1

@@ -9,21 +9,17 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from . import report as reports
 from ._backend import backends as list_backends
 from ._version import __version__
 from .initialize.conditioned import VALUES
 from .report import printable
-
-try:
-    import typer
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.table import Table
-except ImportError as missing:
-    sys.exit(f"conditioned-kernels needs {missing.name}: pip install 'conditioned_kernels[cli]'")
 
 app = typer.Typer(
     help="Fast, certified conditioning of attention weights.",
@@ -167,9 +163,48 @@ def verify(
 
 
 @app.command()
+def probe(
+    source: Annotated[str, typer.Argument(help="An architecture, or python:FILE:FUNCTION for a model of yours.")],
+    config: Config = None,
+    seed: Seed = 0,
+) -> None:
+    """Prove by the model's own forward that its heads are where their layout says; exit code 1 if not."""
+    from .architectures import build, example_input
+    from .heads import probe as run_probe
+
+    model = build(source, config=config, seed=seed)
+    args, kwargs = example_input(model)
+    result = run_probe(model, *args, **kwargs)
+    out.print(printable_lines(str(result)), highlight=False, markup=False, soft_wrap=True)
+    heads = sum(row.heads for row in result.rows)
+    wrong = sum(not row.ok for row in result.rows)
+    out.print(f"{heads} heads in {len(result.rows)} projections probed, {wrong} projections disagree", highlight=False)
+    raise typer.Exit(0 if result.ok else 1)
+
+
+@app.command()
+def layouts(
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
+) -> None:
+    """The attention classes that are known, how each stores its heads, the rule, and where its source says so."""
+    from .heads.support import support_rows, support_table
+
+    if markdown:
+        out.print(support_table(), markup=False, highlight=False, soft_wrap=True)
+        return
+    _table(
+        [
+            {"class": f"{row.module}.{row.cls}", "storage": row.form, "rule": row.rule, "installed": row.installed}
+            for row in support_rows()
+        ],
+        words=True,
+    )
+
+
+@app.command()
 def backends() -> None:
     """Which implementations are available and, for the rest, why not."""
-    _table([{"backend": name, "status": status} for name, status in list_backends().items()])
+    _table([{"backend": name, "status": status} for name, status in list_backends().items()], words=True)
 
 
 @app.command()
@@ -193,13 +228,14 @@ def demo(
     _written(out_path)
 
 
-def _table(rows: list[dict[str, Any]], title: str | None = None) -> None:
+def _table(rows: list[dict[str, Any]], *, words: bool = False) -> None:
+    """Print rows as a table: columns of ``words`` may wrap, numbers after the first two columns stay whole."""
     if not rows:
         return
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(header_style="bold", show_lines=words)
     for number, name in enumerate(rows[0]):
-        # The first column holds names and may wrap; numbers must stay whole.
-        table.add_column(escape(name), justify="right" if number > 1 else "left", no_wrap=number > 1, overflow="fold")
+        whole = number > 1 and not words
+        table.add_column(escape(name), justify="right" if whole else "left", no_wrap=whole, overflow="fold")
     for row in rows:
         table.add_row(*(escape(reports.cell(value)) for value in row.values()))
     out.print(table)

@@ -172,7 +172,7 @@ def train(scheme: str, text: Tensor, *, steps: int, seed: int, progress: Callabl
     curve = [(0.0, _validate(model, held_out))]
     for step in range(1, steps + 1):
         ids = _sequences(text[:split], BATCH, batches)
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = next_byte_loss(model, ids)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -182,6 +182,12 @@ def train(scheme: str, text: Tensor, *, steps: int, seed: int, progress: Callabl
             curve.append((float(step), _validate(model, held_out)))
         progress(step, curve[-1][1])
     return Run(scheme, tuple(curve), time.perf_counter() - start)
+
+
+def next_byte_loss(model: Any, ids: Tensor) -> Tensor:
+    """Mean cross-entropy of each byte given those before it, in nats."""
+    logits = model(input_ids=ids).logits[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
 def conclusion(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
@@ -209,5 +215,5 @@ def _sequences(text: Tensor, number: int, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def _validate(model: Any, held_out: Tensor) -> float:
-    losses = [float(model(input_ids=ids, labels=ids).loss) for ids in held_out.split(BATCH)]
+    losses = [float(next_byte_loss(model, ids)) for ids in held_out.split(BATCH)]
     return sum(losses) / len(losses)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from . import demo
+from . import _extension, build, demo
+from ._backend import backends
 from .report import HtmlReport, curves_figure, kappa_figure, summarize
 
 INTRODUCTION = (
@@ -31,6 +33,7 @@ def run_demo(out: Console, err: Console, path: Path, *, steps: int, seed: int) -
     start = time.perf_counter()
     page = HtmlReport("conditioned_kernels: demo")
     page.paragraph(INTRODUCTION)
+    _compile_extension(out, err)
     out.print(
         "1. GPT-2 small at full size (124 M parameters, 12 layers, 12 heads), built and conditioned", style="bold"
     )
@@ -70,6 +73,17 @@ def run_demo(out: Console, err: Console, path: Path, *, steps: int, seed: int) -
         out.print(line, highlight=False)
         page.paragraph(line)
     page.write(path)
+
+
+def _compile_extension(out: Console, err: Console) -> None:
+    """Build the extension if it can be built here: on a fresh machine the package was installed before torch was."""
+    if _extension.find() is None:
+        if not torch.cuda.is_available():
+            os.environ["CK_NO_CUDA"] = "1"
+        with err.status("compiling the extension, once"):
+            build.optional_build(build.default_folder())
+    for name, status in backends().items():
+        out.print(f"{name}: {status}", highlight=False, markup=False)
 
 
 def show(out: Console, page: HtmlReport, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -115,9 +129,9 @@ def _kappa_rows(before: Sequence[Any], after: Sequence[Any]) -> list[dict[str, s
         for label, entries in (("before", before), ("after", after)):
             summary = summarize([entry for entry in entries if entry.role == role])
             row["heads"] = str(summary.heads)
-            row[f"{label}: kappa min"] = f"{summary.low:.7g}"
-            row[f"{label}: median"] = f"{summary.median:.7g}"
-            row[f"{label}: max"] = f"{summary.high:.7g}"
+            row[f"{label}: kappa min"] = f"{summary.low:.6g}"
+            row[f"{label}: median"] = f"{summary.median:.6g}"
+            row[f"{label}: max"] = f"{summary.high:.6g}"
         rows.append(row)
     return rows
 

@@ -20,7 +20,7 @@ Every operation is a float32 multiply, add or correctly rounded square root in t
 :func:`_box_muller`, with no fused multiply-add, so every implementation agrees to the last bit.
 
 *Accuracy.* log within 2 ulp, sine and cosine within 2 ulp, so a sample is within about 5 ulp of
-the exact transform of its bits. *Reach.* ``|z| <= sqrt(64 ln 2) = 6.66``; a normal exceeds that once
+the exact transform of its (u, q, t). *Reach.* ``|z| <= sqrt(64 ln 2) = 6.66``; a normal exceeds that once
 in 3.6e10 draws. *Cost.* about 40 integer and 40 float32 operations per sample; no memory is read.
 """
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from . import _validate
 from .heads.discover import Where
-from .heads.layout import LayoutFunction
+from .heads.layout import LATENT, LayoutFunction
+from .heads.wrappers import quiet_parametrizations
 from .initialize.apply import locate, measure, resolve
 from .initialize.init_report import InitReport, ProjectionReport
 
@@ -87,7 +88,7 @@ def verify(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     wanted = {(entry.parameter, entry.label): entry.gain for entry in report.touched} if report else None
     measured = []
-    with torch.no_grad():
+    with torch.no_grad(), quiet_parametrizations(model):
         found = locate(model, where=where, layouts=layouts, strict=strict)
         for target in resolve(found):
             place = (target.name, target.stream_role)
@@ -115,7 +116,12 @@ def judge(
 ) -> VerifyReport:
     """:func:`verify` on projections measured before, in a model or a file."""
     expected = {"unit": 1.0, "any": math.nan}[gain] if isinstance(gain, str) else gain
-    kept = [replace(entry, gain=expected) for entry in measured if entry.role in roles]
+    # A latent factor has gain 1 whatever its role's (see conditioned_), and a shared one both of its roles.
+    kept = [
+        replace(entry, gain=1.0 if entry.part == LATENT and gain != "any" else expected)
+        for entry in measured
+        if set(entry.role) <= set(roles)
+    ]
     return VerifyReport(tuple(kept), _failures(kept), unknown)
 
 

@@ -306,11 +306,12 @@ struct SmallMatrix {
     multiply<T, false>(y, c, d, -1, 1);
     residual = largest(d, scratch);
     store(z, root(scale), out);
-    return converged;
+    return judge(residual);
   }
 
   // out = source^(-1/2) by the coupled Newton-Schulz iteration [FM, eq. 6.35], as _torch._inverse_sqrt_newton: in T
-  // until ||I - z y|| <= sqrt(u) / 5, then uncoupled steps whose residual I - z G z is accumulated in double.
+  // until ||I - z y|| <= sqrt(u) / 5, then uncoupled steps whose residual I - z G z is accumulated in double. For
+  // kappa(G) up to about 30; beyond, rounding keeps the iterates from commuting, and the residual says so.
   CK_FN Status inverse_sqrt(const Source<T>& source, T* work, T* out, T& residual) const {
     T* z = work;
     T* y = z + N * N;
@@ -355,8 +356,11 @@ struct SmallMatrix {
       add(y, z);
     }
     store(z, 1 / root(mean), out);
-    return converged;
+    return judge(residual);
   }
+
+  // The tolerance of _torch.residual_tolerance: 8 eps.
+  CK_FN static Status judge(T residual) { return residual <= 16 * static_cast<T>(unit) ? converged : tolerance_not_met; }
 
   CK_FN Status lost(double size, T* out, T& residual) const {
     const T nan = static_cast<T>(__builtin_nan(""));

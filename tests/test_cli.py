@@ -274,6 +274,50 @@ def test_interrupted_init_leaves_nothing(tmp_path):
     assert not path.parent.exists()
 
 
+MODEL_FILE = """
+import torch
+from torch import nn
+import conditioned_kernels as ck
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn_weight = nn.Parameter(torch.randn(4, 3, 16, 8))  # (heads, role, in, out)
+
+    def forward(self, x):
+        q, k, v = torch.einsum("bni,hrio->rbhno", x, self.attn_weight)
+        return (q @ k.mT).softmax(-1) @ v
+
+    def example_input(self):
+        return torch.randn(1, 3, 16)
+
+
+def layout(module):
+    return dict(zip("ROLES", module.attn_weight.mT.unbind(1)))
+
+
+ck.register_layout(Odd, layout)
+
+
+def build():
+    return Odd()
+"""
+
+
+@pytest.mark.parametrize(("roles", "code"), [("qkv", 0), ("qvk", 1)])
+def test_probe_a_model_of_ones_own(run, tmp_path, roles, code):
+    (tmp_path / "odd.py").write_text(MODEL_FILE.replace("ROLES", roles))
+    found, out, err = run("probe", f"python:{tmp_path / 'odd.py'}:build")
+    assert found == code, err
+    assert f"12 heads in 3 projections probed, {0 if code == 0 else 2} projections disagree" in out
+
+
+def test_probe_a_built_architecture(run):
+    code, out, _ = run("probe", ENCODER)
+    assert code == 0 and "24 heads in 6 projections probed, 0 projections disagree" in out
+
+
 def test_backends_and_version(run):
     code, out, _ = run("backends")
     assert code == 0 and "torch" in out and "available" in out
@@ -281,7 +325,7 @@ def test_backends_and_version(run):
 
 
 def test_without_the_extra_the_message_names_it():
-    code = "import sys; sys.modules['typer'] = None\nimport conditioned_kernels.cli"
+    code = "import sys; sys.modules['typer'] = None\nfrom conditioned_kernels.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert "pip install 'conditioned_kernels[cli]'" in done.stderr
@@ -294,6 +338,7 @@ def test_demo_writes_what_it_measured(run, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "BATCH", 2)
     monkeypatch.setattr(demo, "VALIDATION_BATCHES", 1)
     monkeypatch.setattr(demo, "TEXT_BYTES", 1 << 16)
+    monkeypatch.setattr("conditioned_kernels.build.optional_build", lambda folder: None)
     code, out, err = run("demo", "--steps", 3, "--out", tmp_path / "report.html")
     assert code == 0, err
     page = (tmp_path / "report.html").read_text()

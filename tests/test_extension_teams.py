@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from extension_build import compile_test
 
 from conditioned_kernels import build
+
+from .extension_build import compile_test
 
 
 def run(name: str, *flags: str) -> subprocess.CompletedProcess:
@@ -36,7 +37,9 @@ def test_thread_sanitizer_reports_a_removed_barrier() -> None:
     """The negative control: without it, a clean run might mean that nothing was looked at."""
     program = compile_test("barrier_test.cpp", "barrier_good", "-std=c++20", "-fsanitize=thread")
     assert subprocess.run([program], capture_output=True, timeout=60).returncode == 0
-    program = compile_test("barrier_test.cpp", "barrier_removed", "-std=c++20", "-fsanitize=thread", "-DCK_SKIP_BARRIER=3")
+    program = compile_test(
+        "barrier_test.cpp", "barrier_removed", "-std=c++20", "-fsanitize=thread", "-DCK_SKIP_BARRIER=3"
+    )
     done = subprocess.run([program], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "ThreadSanitizer: data race" in done.stderr

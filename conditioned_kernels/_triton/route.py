@@ -128,7 +128,7 @@ def semi_orthogonal_(
     for index, tensor in enumerate(tensors):
         shapes.setdefault((tensor.shape[-2], tensor.shape[-1]), []).append(index)
     for (rows, cols), same in shapes.items():
-        wide = [tensors[index] if rows <= cols else tensors[index].mT for index in same]
+        wide = [tensors[index] if rows < cols else tensors[index].mT for index in same]
         for target, members in group(wide):
             chosen = [same[member] for member in members]
             counts = [tensors[index].shape[:-2].numel() for index in chosen]
@@ -159,7 +159,7 @@ def semi_orthogonal_(
             q = replaced[index, head] if (index, head) in replaced else redrawn(index, head)
             out = tensors[index][_unravel(head, tensors[index].shape[:-2])]
             out.copy_(q * gains[index])
-            stored = out.float() if out.shape[-2] <= out.shape[-1] else out.mT.float()
+            stored = out.float() if out.shape[-2] < out.shape[-1] else out.mT.float()
             residual[head] = _residual((stored @ stored.mT).div_(gains[index] ** 2)[None])[0]
     return torch.cat(residuals)
 
@@ -192,7 +192,7 @@ def warmup(tensors: Sequence[Tensor], method: str, factor: Factor, redraw: Redra
 
     The tensors are read, never written: results go to scratch heads of the same strides.
     """
-    views = [tensor if tensor.shape[-2] <= tensor.shape[-1] else tensor.mT for tensor in tensors]
+    views = [tensor if tensor.shape[-2] < tensor.shape[-1] else tensor.mT for tensor in tensors]
     kinds = 0
     for heads, members in group(views):
         if heads.rows > launch_config.MAX_ROWS:
@@ -200,8 +200,8 @@ def warmup(tensors: Sequence[Tensor], method: str, factor: Factor, redraw: Redra
         view = views[members[0]]
         head = view[(slice(0, 1),) * (view.ndim - 2)].reshape(1, heads.rows, heads.cols)
         scratch = torch.empty_strided(head.shape, (1, *heads.strides), dtype=view.dtype, device=view.device)
-        shape = tensors[members[0]].shape[-2:]
-        back = scratch if shape == scratch.shape[-2:] else scratch.mT
+        was = tensors[members[0]]
+        back = scratch if was.shape[-2] < was.shape[-1] else scratch.mT
         semi_orthogonal_([back], [1], [1.0], method, factor, redraw)
         one = heads.part(0, 1)
         small = factor(gram(one, view.dtype), method).contiguous()

@@ -2,20 +2,45 @@
 
 from .discover import AttentionLayer, Discovery, NoAttentionFound, find_attention, register_layout
 from .families import FAMILIES, Family
-from .layout import HeadView, LayoutError, Projection
+from .layout import (
+    Blocked,
+    Choose,
+    Grouped,
+    HeadView,
+    IfPresent,
+    Interleaved,
+    Joined,
+    LayoutError,
+    Projection,
+    Sections,
+    Separate,
+)
 from .probe import ProbeReport, probe
+from .shards import shard_views
+from .support import support_rows, support_table
 
 __all__ = [
     "FAMILIES",
     "AttentionLayer",
+    "Blocked",
+    "Choose",
     "Discovery",
     "Family",
+    "Grouped",
     "HeadView",
+    "IfPresent",
+    "Interleaved",
+    "Joined",
     "LayoutError",
     "NoAttentionFound",
     "ProbeReport",
     "Projection",
+    "Sections",
+    "Separate",
     "find_attention",
     "probe",
     "register_layout",
+    "shard_views",
+    "support_rows",
+    "support_table",
 ]

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from .families import FAMILIES, Family
+from .families import FAMILIES, NOT_ATTENTION, Family
 from .layout import LayoutError, LayoutFunction, Projection, attribute, from_views
+from .wrappers import full_name, own_name, quiet_parametrizations, unwrap
 
 Where = Callable[[str, nn.Module], bool]
-
-WRAPPERS = {
-    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
-    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
-    "torch.nn.parallel.data_parallel.DataParallel": "module",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": "_checkpoint_wrapped_module",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper": "_checkpoint_wrapped_module",
-}
-"""Classes that wrap a module under a name which is not the user's. Matched by class, never by the name."""
 
 _CLASS_HINT = re.compile(r"attention|attn|mha(?![a-z])|multihead", re.IGNORECASE)
 _CHILD_HINTS = (
@@ -46,12 +37,22 @@ class NoAttentionFound(ValueError):
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One attention module: its name in the user's model, its family row's class, its projections."""
+    """One attention module.
+
+    Attributes
+    ----------
+    name : in the user's model.
+    module : the module itself, inside any wrapper.
+    family : full name of the class whose layout it has.
+    projections : its weights, by the user's names relative to the module.
+    row : its row of the family table; None where the user gave the layout.
+    """
 
     name: str
     module: nn.Module
     family: str
     projections: tuple[Projection, ...]
+    row: Family | None = None
 
     def parameter_name(self, projection: Projection) -> str:
         """The projection's weight, named from the root of the user's model."""
@@ -105,14 +106,18 @@ def find_attention(
 
     Parameters
     ----------
-    model : any module; compile, DDP, FSDP and checkpoint wrappers are looked through.
+    model : any module; compile, DDP, FSDP and checkpoint wrappers are looked through, and so are adapters (LoRA) around
+        a projection.
     where : keeps the layers for which ``where(name, module)`` is true.
     layouts : layout functions by class, for this call only; they go before registered ones and the family table.
 
     Raises
     ------
     LayoutError
-        when a known class does not have the weights its layout says, with the module's name.
+        when a known class does not have the weights its layout says, with the module's name; a flat or empty
+        placeholder of a sharded weight too.
+    TypeError
+        for quantized or integer storage where a weight is expected.
     """
     table = {**_REGISTERED, **(layouts or {})}
     layers: list[AttentionLayer] = []
@@ -122,21 +127,23 @@ def find_attention(
     for name, module in named_modules(model):
         if any(name == done or name.startswith(f"{done}." if done else "") for done in inside):
             continue
-        family, layout, reason = _match(module, table)
+        family, row, layout, reason = _match(module, table)
         if layout is None:
             if reason or _looks_like_attention(module):
-                suspects.append((name, reason or f"class {_full_name(type(module))} has no layout"))
+                suspects.append((name, reason or f"class {full_name(type(module))} has no layout"))
             continue
         inside += (name,)
         if where is not None and not where(name, module):
             skipped.append((name, "left out by where"))
             continue
         try:
-            found = layout(module)
-            projections = found if isinstance(found, tuple) else from_views(module, found)
-        except LayoutError as error:
-            raise LayoutError(f"{name or type(module).__name__}: {error}") from error
-        layers.append(AttentionLayer(name, module, family, projections))
+            with quiet_parametrizations(module):
+                found = layout(module)
+                projections = found if isinstance(found, tuple) else from_views(module, found)
+                projections = tuple(replace(each, parameter=own_name(module, each.parameter)) for each in projections)
+        except (LayoutError, TypeError) as error:
+            raise type(error)(f"{name or type(module).__name__}: {error}") from error
+        layers.append(AttentionLayer(name, module, family, projections, row))
     unknown = [
         (name, reason)
         for name, reason in suspects
@@ -165,49 +172,29 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return walk(model, "")
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside any nesting of :data:`WRAPPERS`."""
-    while True:
-        inner = next((WRAPPERS[name] for name in _lineage(type(module)) if name in WRAPPERS), None)
-        if inner is None:
-            return module
-        module = module._modules[inner]  # type: ignore[assignment]
-
-
 def _match(
     module: nn.Module, table: Mapping[type[nn.Module], LayoutFunction]
-) -> tuple[str, LayoutFunction | None, str]:
-    """(family, layout, reason); a subclass counts as its base while it keeps the base's forward."""
+) -> tuple[str, Family | None, LayoutFunction | None, str]:
+    """(family, row, layout, reason); a subclass counts as its base while it keeps the base's forward."""
     cls = type(module)
     for base in cls.__mro__:
-        layout: LayoutFunction | None = table.get(base)
-        if layout is None:
-            family = _BY_CLASS.get(_full_name(base))
-            layout = family.layout if family else None
-        if layout is None:
+        layout = table.get(base)
+        row = None if layout else _BY_CLASS.get(full_name(base))
+        if layout is None and row is None:
             continue
         if getattr(cls, "forward", None) is not getattr(base, "forward", None):
-            return (
-                "",
-                None,
-                f"class {_full_name(cls)} overrides the forward of {_full_name(base)}, so its layout is unknown",
-            )
-        return _full_name(base), layout, ""
-    return "", None, ""
+            reason = f"class {full_name(cls)} overrides the forward of {full_name(base)}, so its layout is unknown"
+            return "", None, None, reason
+        return full_name(base), row, layout or (row.layout if row else None), ""
+    return "", None, None, ""
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
+    if any(full_name(base) in NOT_ATTENTION for base in type(module).__mro__):
+        return False
     children = set(module._modules) | set(module._parameters)
     hinted = bool(_CLASS_HINT.search(type(module).__name__)) or any(hint <= children for hint in _CHILD_HINTS)
     return hinted and any(parameter.ndim >= 2 for parameter in module.parameters())
-
-
-def _full_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _lineage(cls: type) -> list[str]:
-    return [_full_name(base) for base in cls.__mro__]
 
 
 _BY_CLASS: dict[str, Family] = {name: family for family in FAMILIES for name in family.classes}

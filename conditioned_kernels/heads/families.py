@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .layout import Blocked, Choose, Grouped, Interleaved, Joined, Layout, Separate
+from .layout import POSITION, Blocked, Choose, Grouped, IfPresent, Interleaved, Joined, Layout, Sections, Separate
 
 
 @dataclass(frozen=True)
@@ -20,18 +20,76 @@ class Family:
     layout : its storage form.
     source : where the class splits its heads.
     rule : what is conditioned, where the paper is silent; empty when Algorithm 1 says it.
+    channel : the class attends over channels and not over tokens: softmax(K^T Q) is head_dim x head_dim.
+    permuted : the part whose channels the class reorders before its first position is rotated.
     """
 
     classes: tuple[str, ...]
     layout: Layout
     source: str
     rule: str = ""
+    channel: bool = False
+    permuted: str = ""
 
 
-_HF = "transformers.models."
+_PER_KV = "K and V per K/V head"
+_QK_NORM = "weights conditioned, gains of the QK norm untouched"
+_TABLE = "relative position bias untouched"
+_CHANNEL = "per head of channels, roles by use in softmax(Q^T K) V^T"
+
 _HEADS = "config.num_attention_heads"
 _KV_HEADS = "config.num_key_value_heads"
-_PER_KV = "K and V per K/V head"
+_BY_CONFIG = Separate(_HEADS, kv_heads=_KV_HEADS, head_dim="head_dim")
+_BERT = Separate("num_attention_heads", "query", "key", "value")
+_BART = Separate("num_heads", head_dim="head_dim")
+_BY_HEAD_DIM = Separate(head_dim="head_dim")
+_QKV = Blocked("qkv", "num_heads")
+_Q_KV = Joined((Blocked("q", "num_heads", roles="q"), Blocked("kv", "num_heads", roles="kv")))
+_T5 = Separate("n_heads", "q", "k", "v", head_dim="key_value_proj_dim")
+_FUSED_OR_NOT = Choose((("qkv", Blocked("qkv", "num_heads", head_dim="head_dim")), ("", _BY_HEAD_DIM)))
+_NOPE_ROPE = (("q", "nope", "qk_nope_head_dim"), ("q", "rope", "qk_rope_head_dim"))
+_MLA = Joined(
+    (
+        Choose(
+            (
+                (
+                    "q_a_proj",
+                    Joined(
+                        (
+                            Sections("q_a_proj", (("q", "latent", "q_lora_rank"),)),
+                            Sections("q_b_proj", _NOPE_ROPE, "num_heads"),
+                        )
+                    ),
+                ),
+                ("", Sections("q_proj", _NOPE_ROPE, "num_heads")),
+            )
+        ),
+        Sections("kv_a_proj_with_mqa", (("kv", "latent", "kv_lora_rank"), ("k", "rope", "qk_rope_head_dim"))),
+        Sections("kv_b_proj", (("k", "nope", "qk_nope_head_dim"), ("v", "", "v_head_dim")), "num_heads"),
+    )
+)
+_MLA_RULE = (
+    "q_a and the latent rows of kv_a semi-orthogonal as one matrix; q_b and the keys of kv_b per head, rotary and "
+    "other rows apart; the shared rotary key as one head; values of kv_b a block identity over the latent. With each "
+    "rank at most hidden_size and at least a head's rows, every head's effective map (norms as identity) has kappa 1"
+)
+
+
+def _hf(
+    model: str, classes: str, layout: Layout, rule: str = "", *, method: str = "forward", **flags: object
+) -> Family:
+    """A row of transformers; ``classes`` separated by spaces."""
+    where = f"transformers.models.{model}.modeling_{model}"
+    names = classes.split()
+    source = f"{where.replace('.', '/')}.py, {', '.join(f'{name}.{method}' for name in names)}"
+    return Family(tuple(f"{where}.{name}" for name in names), layout, source, rule, **flags)  # type: ignore[arg-type]
+
+
+def _timm(file: str, name: str, layout: Layout, rule: str = "", *, moved: str = "", **flags: object) -> Family:
+    """A row of timm; ``moved`` is the class's full name in other versions."""
+    classes = (f"timm.{file}.{name}", moved) if moved else (f"timm.{file}.{name}",)
+    return Family(classes, layout, f"timm/{file.replace('.', '/')}.py, {name}.forward", rule, **flags)  # type: ignore[arg-type]
+
 
 FAMILIES: tuple[Family, ...] = (
     Family(
@@ -45,29 +103,139 @@ FAMILIES: tuple[Family, ...] = (
         "torch/nn/functional.py, multi_head_attention_forward; torch/nn/modules/activation.py, MultiheadAttention",
         "bias_k and bias_v (add_bias_kv) untouched",
     ),
-    Family(
-        ("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention"),
-        Blocked("qkv", "num_heads"),
-        "timm/layers/attention.py, Attention.forward",
+    # timm: ViT, DeiT, MobileViT and most others share one class.
+    _timm(
+        "layers.attention",
+        "Attention",
+        Blocked("qkv", "num_heads", head_dim="head_dim"),
+        f"{_QK_NORM}; gate untouched",
+        moved="timm.models.vision_transformer.Attention",
     ),
-    Family(
-        ("timm.models.swin_transformer.WindowAttention",),
-        Blocked("qkv", "num_heads"),
-        "timm/models/swin_transformer.py, WindowAttention.forward",
-        "relative position bias table untouched",
+    _timm(
+        "layers.attention",
+        "AttentionRope",
+        Choose(
+            (
+                ("qkv", Blocked("qkv", "num_heads", head_dim="head_dim")),
+                ("", Separate("num_heads", kv_heads="num_kv_heads", head_dim="head_dim")),
+            )
+        ),
+        _PER_KV,
     ),
-    Family(
-        (_HF + "bert.modeling_bert.BertSelfAttention", _HF + "bert.modeling_bert.BertCrossAttention"),
-        Separate("num_attention_heads", "query", "key", "value"),
-        "transformers/models/bert/modeling_bert.py, BertSelfAttention.forward",
+    _timm("layers.attention_pool", "AttentionPoolLatent", _Q_KV, "Q maps the learned latent, which is untouched"),
+    _timm("models.swin_transformer", "WindowAttention", _QKV, _TABLE),
+    _timm("models.swin_transformer_v2", "WindowAttention", _QKV, "logit_scale, cpb_mlp and separate biases untouched"),
+    _timm("models.xcit", "XCA", _QKV, f"{_CHANNEL}; temperature untouched", channel=True),
+    _timm("models.cait", "ClassAttn", Separate("num_heads", "q", "k", "v"), "class attention of CaiT and XCiT"),
+    _timm("models.cait", "TalkingHeadAttn", _QKV, "proj_l and proj_w, which mix heads, untouched"),
+    _timm("models.davit", "WindowAttention", _QKV),
+    _timm(
+        "models.davit",
+        "ChannelAttention",
+        # softmax(k^T v) q^T: what is named q is averaged, so it is the paper's V.
+        Blocked("qkv", "num_heads", roles="vqk"),
+        f"{_CHANNEL}: the rows named k, v, q are Q, K, V",
+        channel=True,
     ),
-    Family(
-        (_HF + "vit.modeling_vit.ViTAttention",),
-        Separate(_HEADS),
-        "transformers/models/vit/modeling_vit.py, ViTAttention.forward",
+    _timm("models.davit", "ChannelAttentionV2", Blocked("qkv", "groups", head_dim="head_dim"), _CHANNEL, channel=True),
+    _timm("models.eva", "EvaAttention", _FUSED_OR_NOT, "separate q_bias and v_bias, gate untouched"),
+    _timm("models.beit", "Attention", _QKV, f"separate q_bias and v_bias untouched; {_TABLE}"),
+    _timm(
+        "models.maxxvit",
+        "Attention2d",
+        Choose(
+            (
+                ("head_first", Interleaved("qkv", "num_heads", head_dim="dim_head")),
+                ("", Blocked("qkv", "num_heads", head_dim="dim_head")),
+            )
+        ),
+        f"1x1 convolution; {_TABLE}",
     ),
-    Family(
-        (_HF + "gpt2.modeling_gpt2.GPT2Attention",),
+    _timm(
+        "models.maxxvit",
+        "AttentionCl",
+        Choose(
+            (
+                ("head_first", Interleaved("qkv", "num_heads", head_dim="dim_head")),
+                ("", Blocked("qkv", "num_heads", head_dim="dim_head")),
+            )
+        ),
+        _TABLE,
+    ),
+    _timm("models.pvt_v2", "Attention", _Q_KV, "spatial reduction untouched"),
+    _timm("models.twins", "LocallyGroupedAttn", _QKV),
+    _timm("models.twins", "GlobalSubSampleAttn", _Q_KV, "spatial reduction untouched"),
+    _timm(
+        "models.levit",
+        "Attention",
+        Sections("qkv.linear", (("q", "", "key_dim"), ("k", "", "key_dim"), ("v", "", "val_dim")), "num_heads"),
+        "the linear maps, before the batch norms, which are untouched",
+    ),
+    _timm(
+        "models.levit",
+        "AttentionDownsample",
+        Joined(
+            (
+                Blocked("q.ln.linear", "num_heads", roles="q", head_dim="key_dim"),
+                Sections("kv.linear", (("k", "", "key_dim"), ("v", "", "val_dim")), "num_heads"),
+            )
+        ),
+        "the linear maps, before the batch norms, which are untouched",
+    ),
+    # transformers, encoders.
+    _hf("bert", "BertSelfAttention BertCrossAttention", _BERT),
+    _hf("roberta", "RobertaSelfAttention RobertaCrossAttention", _BERT),
+    _hf("xlm_roberta", "XLMRobertaSelfAttention XLMRobertaCrossAttention", _BERT),
+    _hf("electra", "ElectraSelfAttention ElectraCrossAttention", _BERT),
+    _hf("albert", "AlbertAttention", _BERT, "layers share one module, written once"),
+    _hf("distilbert", "DistilBertSelfAttention", Separate("n_heads", "q_lin", "k_lin", "v_lin")),
+    _hf("mpnet", "MPNetSelfAttention", Separate("num_attention_heads", "q", "k", "v"), _TABLE),
+    _hf("nystromformer", "NystromformerSelfAttention", _BERT, "convolution over the values untouched"),
+    _hf(
+        "longformer",
+        "LongformerSelfAttention",
+        Joined(
+            (
+                Separate("num_heads", "query", "key", "value", head_dim="head_dim"),
+                Separate("num_heads", "query_global", "key_global", "value_global", head_dim="head_dim", part="global"),
+            )
+        ),
+        "the projections of global attention are heads of their own",
+    ),
+    _hf(
+        "deberta_v2",
+        "DisentangledSelfAttention",
+        Joined(
+            (
+                Separate("num_attention_heads", "query_proj", "key_proj", "value_proj"),
+                IfPresent("pos_key_proj", Blocked("pos_key_proj", "num_attention_heads", roles="k", part=POSITION)),
+                IfPresent("pos_query_proj", Blocked("pos_query_proj", "num_attention_heads", roles="q", part=POSITION)),
+            )
+        ),
+        "projections of relative positions are Q and K heads of their own; with share_att_key the same as content's",
+    ),
+    _hf("modernbert", "ModernBertAttention", Blocked("Wqkv", head_dim="head_dim")),
+    # transformers, vision, audio, detection.
+    _hf("vit", "ViTAttention", Separate(_HEADS)),
+    _hf("deit", "DeiTAttention", Separate(_HEADS, head_dim="head_dim")),
+    _hf("dinov2", "Dinov2Attention", Separate(_HEADS, head_dim="head_dim")),
+    _hf("beit", "BeitAttention", Separate(_HEADS, head_dim="head_dim"), _TABLE),
+    _hf("swin", "SwinAttention", Separate("num_attention_heads", head_dim="head_dim"), _TABLE),
+    _hf("swinv2", "Swinv2SelfAttention", _BERT, "logit_scale and continuous position bias untouched"),
+    _hf("clip", "CLIPAttention", _BART),
+    _hf("siglip", "SiglipAttention", _BART, "the pooling head is nn.MultiheadAttention"),
+    _hf("detr", "DetrSelfAttention DetrCrossAttention", _BY_HEAD_DIM, "positions are added before Q and K"),
+    _hf("detr", "DetrMHAttentionMap", Separate(v="", head_dim="head_dim"), "has no V"),
+    _hf("wav2vec2", "Wav2Vec2Attention", _BART),
+    _hf("whisper", "WhisperAttention", _BART),
+    # transformers, encoder-decoders.
+    _hf("t5", "T5Attention", _T5, f"{_TABLE}; the missing 1/sqrt(d) is left as the model has it"),
+    _hf("mt5", "MT5Attention", _T5, f"{_TABLE}; the missing 1/sqrt(d) is left as the model has it"),
+    _hf("bart", "BartAttention", _BART),
+    # transformers, decoders with one fused weight.
+    _hf(
+        "gpt2",
+        "GPT2Attention",
         Choose(
             (
                 (
@@ -82,34 +250,13 @@ FAMILIES: tuple[Family, ...] = (
                 ("", Blocked("c_attn", "num_heads", input_major=True)),
             )
         ),
-        "transformers/models/gpt2/modeling_gpt2.py, GPT2Attention.forward",
         "Conv1D stores (in, out), so heads are column blocks",
     ),
-    Family(
-        (_HF + "gpt_neox.modeling_gpt_neox.GPTNeoXAttention",),
-        Interleaved("query_key_value", _HEADS, head_dim="head_size"),
-        "transformers/models/gpt_neox/modeling_gpt_neox.py, GPTNeoXAttention.forward",
-    ),
-    Family(
-        (_HF + "t5.modeling_t5.T5Attention",),
-        Separate("n_heads", "q", "k", "v", head_dim="key_value_proj_dim"),
-        "transformers/models/t5/modeling_t5.py, T5Attention.forward",
-        "relative attention bias untouched; the missing 1/sqrt(d) is left as the model has it",
-    ),
-    Family(
-        (_HF + "llama.modeling_llama.LlamaAttention",),
-        Separate(_HEADS, kv_heads=_KV_HEADS, head_dim="head_dim"),
-        "transformers/models/llama/modeling_llama.py, LlamaAttention.forward",
-        _PER_KV,
-    ),
-    Family(
-        (_HF + "qwen3.modeling_qwen3.Qwen3Attention",),
-        Separate(_HEADS, kv_heads=_KV_HEADS, head_dim="head_dim"),
-        "transformers/models/qwen3/modeling_qwen3.py, Qwen3Attention.forward",
-        f"{_PER_KV}; the gains of q_norm and k_norm untouched",
-    ),
-    Family(
-        (_HF + "falcon.modeling_falcon.FalconAttention",),
+    _hf("gpt_neox", "GPTNeoXAttention", Interleaved("query_key_value", _HEADS, head_dim="head_size")),
+    _hf("bloom", "BloomAttention", Interleaved("query_key_value", "num_heads", head_dim="head_dim"), method="_reshape"),
+    _hf(
+        "falcon",
+        "FalconAttention",
         Choose(
             (
                 ("new_decoder_architecture", Grouped("query_key_value", "num_heads", "num_kv_heads")),
@@ -117,7 +264,69 @@ FAMILIES: tuple[Family, ...] = (
                 ("", Interleaved("query_key_value", "num_heads")),
             )
         ),
-        "transformers/models/falcon/modeling_falcon.py, FalconAttention._split_heads",
         _PER_KV,
+        method="_split_heads",
     ),
+    _hf("mpt", "MptAttention", Blocked("Wqkv", "n_heads", head_dim="head_dim"), "clip_qkv is left as the model has it"),
+    _hf(
+        "codegen",
+        "CodeGenAttention",
+        Interleaved("qkv_proj", "num_attention_heads", "qvk", head_dim="head_dim", shards="mp_num"),
+        "per tensor-parallel block Q, V, K",
+    ),
+    _hf(
+        "gpt_bigcode",
+        "GPTBigCodeAttention",
+        Choose(
+            (
+                ("multi_query", Blocked("c_attn", "num_heads", "kv_heads", head_dim="head_dim")),
+                ("", Interleaved("c_attn", "num_heads", head_dim="head_dim")),
+            )
+        ),
+        f"{_PER_KV}; cross-attention refused",
+    ),
+    _hf("phi3", "Phi3Attention", Blocked("qkv_proj", _HEADS, _KV_HEADS, head_dim="head_dim"), _PER_KV),
+    # transformers, decoders with separate weights.
+    _hf("gpt_neo", "GPTNeoSelfAttention", Separate("num_heads", head_dim="head_dim")),
+    _hf("gptj", "GPTJAttention", Separate("num_attention_heads", head_dim="head_dim")),
+    _hf("opt", "OPTAttention", _BART),
+    _hf("llama", "LlamaAttention", _BY_CONFIG, _PER_KV),
+    _hf("llama4", "Llama4TextAttention", _BY_CONFIG, _PER_KV),
+    _hf("mistral", "MistralAttention", _BY_CONFIG, _PER_KV),
+    _hf("mixtral", "MixtralAttention", _BY_CONFIG, _PER_KV),
+    _hf("qwen2", "Qwen2Attention", _BY_CONFIG, _PER_KV),
+    _hf("qwen3", "Qwen3Attention", _BY_CONFIG, f"{_PER_KV}; {_QK_NORM}"),
+    _hf("qwen3_moe", "Qwen3MoeAttention", _BY_CONFIG, f"{_PER_KV}; {_QK_NORM}"),
+    _hf(
+        "qwen3_next",
+        "Qwen3NextAttention",
+        Joined(
+            (
+                Interleaved("q_proj", _HEADS, "q-", head_dim="head_dim"),
+                Blocked("k_proj", _KV_HEADS, roles="k", head_dim="head_dim"),
+                Blocked("v_proj", _KV_HEADS, roles="v", head_dim="head_dim"),
+            )
+        ),
+        f"query rows of q_proj only, gate rows untouched; {_PER_KV}; {_QK_NORM}; gated delta net layers left alone",
+    ),
+    _hf("gemma", "GemmaAttention", _BY_CONFIG, _PER_KV),
+    _hf("gemma2", "Gemma2Attention", _BY_CONFIG, _PER_KV),
+    _hf("gemma3", "Gemma3Attention", _BY_CONFIG, f"{_PER_KV}; {_QK_NORM}"),
+    _hf("phi", "PhiAttention", _BY_CONFIG, f"{_PER_KV}; {_QK_NORM}"),
+    _hf("cohere", "CohereAttention", _BY_CONFIG, f"{_PER_KV}; {_QK_NORM}"),
+    _hf("olmo2", "Olmo2Attention", _BY_CONFIG, f"{_PER_KV}; {_QK_NORM}"),
+    _hf("gpt_oss", "GptOssAttention", _BY_CONFIG, f"{_PER_KV}; sinks untouched"),
+    _hf("starcoder2", "Starcoder2Attention", _BY_CONFIG, _PER_KV),
+    _hf("glm4", "Glm4Attention", _BY_CONFIG, _PER_KV),
+    _hf("deepseek_v2", "DeepseekV2Attention", _MLA, _MLA_RULE),
+    _hf("deepseek_v3", "DeepseekV3Attention", _MLA, _MLA_RULE, permuted="rope"),
 )
+
+NOT_ATTENTION = {
+    "transformers.models.wav2vec2.modeling_wav2vec2.Wav2Vec2AttnAdapterLayer": "a bottleneck after the layer",
+    "timm.layers.split_attn.SplitAttn": "a softmax over branches",
+    "timm.layers.selective_kernel.SelectiveKernelAttn": "a softmax over branches",
+    "timm.layers.cbam.ChannelAttn": "a gate per channel",
+    "timm.layers.cbam.SpatialAttn": "a gate per position",
+}
+"""Classes with attention in their name and no queries and keys; left alone without a word."""

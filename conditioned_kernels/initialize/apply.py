@@ -20,6 +20,7 @@ from .. import _validate
 from ..condition import condition_number
 from ..heads.discover import AttentionLayer, Discovery, NoAttentionFound, Where, find_attention
 from ..heads.layout import LayoutError, LayoutFunction, Projection, attribute
+from ..heads.wrappers import is_adapted, look_through, parametrizations, quiet_parametrizations
 from .init_report import InitReport, ProjectionReport, stacked_rank
 
 MARK = "_conditioned_kernels"
@@ -48,6 +49,11 @@ class Target:
     def weight(self) -> Tensor:
         """The stored weight; recomputed on each read where it is parametrized."""
         return getattr(self.owner, self.attribute)
+
+    @property
+    def parametrized(self) -> bool:
+        """Whether the weight is recomputed by ``torch.nn.utils.parametrize``."""
+        return parametrize.is_parametrized(self.owner, self.attribute)
 
     @property
     def heads(self) -> Tensor:
@@ -94,13 +100,13 @@ def apply_scheme(
     """Run ``draw`` on every projection of ``model`` and write the results. See ``conditioned_`` for the arguments."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), quiet_parametrizations(model):
         found = locate(model, where=where, layouts=layouts, strict=strict)
         targets = resolve(found)
         for target in targets:
             _check(target, include_frozen=include_frozen, overwrite=overwrite)
-        _check_disjoint(targets)
-        skipped, writes, touched = list(found.skipped), [], []
+        targets, tied = _untie(targets)
+        skipped, writes, touched = [*found.skipped, *tied], [], []
         for target in targets:
             drawn = draw(target)
             if drawn.heads is None:
@@ -148,9 +154,10 @@ def resolve(found: Discovery) -> list[Target]:
     for layer in found.layers:
         for projection in layer.projections:
             path, _, name = projection.parameter.rpartition(".")
-            owner = attribute(layer.module, path) if path else layer.module
+            owner = attribute(layer.module, path)
             if not isinstance(owner, nn.Module):
                 raise LayoutError(f"{layer.name}.{path} is no module")
+            owner, _ = look_through(owner)
             targets.append(Target(layer, projection, owner, name, layer.parameter_name(projection)))
     return targets
 
@@ -184,11 +191,16 @@ def _check(target: Target, *, include_frozen: bool, overwrite: bool) -> None:
         _validate.writable(target.heads, name)
     except LayoutError as error:
         raise LayoutError(f"{name}: {error}") from error
-    parametrized = parametrize.is_parametrized(target.owner, target.attribute)
-    if not parametrized and not weight.requires_grad and not include_frozen:
+    if not target.parametrized and target.attribute not in target.owner._parameters:
         raise ValueError(
-            f"{name} is frozen (requires_grad=False), as the base of an adapter is; pass include_frozen=True to "
-            "initialize it all the same, or leave its layer out with where="
+            f"{name} is no parameter but recomputed in every forward, as the hooks of weight_norm do, so a value "
+            "written into it would be lost; initialize before registering the hook"
+        )
+    if not include_frozen and (is_adapted(name) or (not target.parametrized and not weight.requires_grad)):
+        what = "the base of an adapter" if is_adapted(name) else "frozen (requires_grad=False)"
+        raise ValueError(
+            f"{name} is {what}; pass include_frozen=True to initialize it all the same, or leave its layer out with "
+            "where="
         )
     if getattr(weight, "_is_hf_initialized", False) and not hasattr(weight, MARK) and not overwrite:
         raise ValueError(
@@ -197,38 +209,74 @@ def _check(target: Target, *, include_frozen: bool, overwrite: bool) -> None:
         )
 
 
-def _check_disjoint(targets: list[Target]) -> None:
-    """Refuse tied weights with two roles; two names for one weight cannot occur, since modules are visited once."""
-    claimed: dict[tuple[int, int], Target] = {}
+def _untie(targets: list[Target]) -> tuple[list[Target], list[tuple[str, str]]]:
+    """Keep one of the targets that are the same heads in the same role, and refuse those that conflict in memory."""
+    kept: dict[tuple, Target] = {}
+    tied: list[tuple[str, str]] = []
+    groups: dict[int, list[tuple[Target, tuple]]] = {}
     for target in targets:
-        heads = target.heads
-        if parametrize.is_parametrized(target.owner, target.attribute) or heads.numel() == 0:
+        storage, region = _region(target)
+        other = kept.setdefault((storage, region, target.stream_role), target)
+        if other is not target:
+            tied.append((f"{target.name} ({target.stream_role})", f"is tied to {other.name}, which is written once"))
             continue
-        for head in heads.reshape(-1, *heads.shape[-2:]).unbind(0):
-            place = (head.untyped_storage()._cdata, int(head.storage_offset()))
-            other = claimed.setdefault(place, target)
-            if other is not target:
-                raise ValueError(
-                    f"{target.name} ({target.projection.role}) shares its memory with {other.name} "
-                    f"({other.projection.role}); tied weights cannot be given two values, so untie them, or leave one "
-                    "layer out with where="
-                )
+        groups.setdefault(storage, []).append((target, region))
+    for group in groups.values():
+        # A layout keeps the roles of one weight apart, so only several weights in one memory can conflict.
+        if len({(target.owner, target.attribute) for target, _ in group}) > 1:
+            _check_disjoint(group)
+    return list(kept.values()), tied
+
+
+def _region(target: Target) -> tuple[int, tuple]:
+    """The storage behind a target, and which of its elements, as (parametrized, sizes, strides, offset)."""
+    heads = target.heads
+    region = (target.parametrized, tuple(heads.shape), heads.stride(), int(heads.storage_offset()))
+    if not target.parametrized:
+        return heads.untyped_storage()._cdata, region
+    # The weight is fresh memory on each read; its parametrization's first tensor stands for it.
+    original = next(iter(parametrizations(target.owner, target.attribute).parameters()))
+    return original.untyped_storage()._cdata, region
+
+
+def _check_disjoint(group: list[tuple[Target, tuple]]) -> None:
+    marks = torch.zeros(
+        max(
+            offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) + 1
+            for _, (_, sizes, strides, offset) in group
+        ),
+        dtype=torch.int32,
+        device="cpu",
+    )
+    for number, (target, (parametrized, sizes, strides, offset)) in enumerate(group, 1):
+        place = marks.as_strided(sizes, strides, offset)
+        taken = int(place.max())
+        mixed = next((other for other, (its, *_) in group if its != parametrized), None)
+        if taken or mixed is not None:
+            other = mixed if mixed is not None else group[taken - 1][0]
+            raise ValueError(
+                f"{target.name} ({target.stream_role}) shares its memory with {other.name} ({other.stream_role}); tied "
+                "weights cannot be given two values, so untie them, or leave one layer out with where="
+            )
+        place.fill_(number)
 
 
 def write_all(writes: list[tuple[Target, Tensor]], scheme: str) -> None:
     """Write every target's new heads, and undo all of it if anything fails on the way."""
-    undo: list[tuple[Target, Tensor]] = []
+    undo: list[Callable[[], None]] = []
+    written: list[Target] = []
     try:
         while writes:
             target, heads = writes.pop(0)
-            undo.append((target, target.heads.clone()))
+            undo.append(_restorer(target))
             _write(target, heads)
+            written.append(target)
             del heads
     except BaseException:
-        for target, old in reversed(undo):
-            _write(target, old)
+        for restore in reversed(undo):
+            restore()
         raise
-    for target, _ in undo:
+    for target in written:
         weight = target.weight
         if isinstance(weight, nn.Parameter):
             setattr(weight, MARK, scheme)
@@ -236,8 +284,24 @@ def write_all(writes: list[tuple[Target, Tensor]], scheme: str) -> None:
                 weight._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
+def _restorer(target: Target) -> Callable[[], None]:
+    """A function that puts back every bit that :func:`_write` may change."""
+    places = [target.heads]
+    if target.parametrized:
+        # The tensors themselves and no views, since an assignment may give them other memory.
+        state = parametrizations(target.owner, target.attribute)
+        places = [*state.parameters(), *state.buffers()]
+    copies = [place.clone() for place in places]
+
+    def restore() -> None:
+        for place, copy in zip(places, copies, strict=True):
+            place.copy_(copy)
+
+    return restore
+
+
 def _write(target: Target, heads: Tensor) -> None:
-    if not parametrize.is_parametrized(target.owner, target.attribute):
+    if not target.parametrized:
         target.heads.copy_(heads)
         return
     # A parametrized weight is recomputed on each read, so writing into it is lost: assign, read back and compare.
@@ -245,7 +309,7 @@ def _write(target: Target, heads: Tensor) -> None:
     target.projection.view(whole).copy_(heads)
     try:
         setattr(target.owner, target.attribute, whole)
-    except (NotImplementedError, RuntimeError, AttributeError) as error:
+    except (NotImplementedError, RuntimeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{target.name} is parametrized and cannot be assigned ({error}); initialize before registering the "
             "parametrization, or give it a right_inverse"

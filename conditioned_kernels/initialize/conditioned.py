@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import _validate
 from ..heads.discover import Where
-from ..heads.layout import ROLES, LayoutFunction
+from ..heads.layout import LATENT, ROLES, LayoutFunction
 from ..orthogonalize import semi_orthogonal
 from .apply import Draw, Target, apply_scheme, named_errors
 from .init_report import InitReport
@@ -52,7 +52,8 @@ def conditioned_(
     value : W_V. "block": row i of the stacked weight is the unit vector e_(i mod in_features), so each head reads
         its own coordinates; "repeat": every head gets the same identity, as Algorithm 1 reads literally (stacked
         rank head_dim only); "semi_orthogonal": as W_Q; "keep": W_V stays as it is. A head with more rows than
-        columns has its identity in the first ``in_features`` rows and zeros below.
+        columns has its identity in the first ``in_features`` rows and zeros below; there, and for Q and K, where such
+        a head has orthonormal columns, kappa is sigma_max over the ``in_features``-th singular value.
     where : keeps only layers for which ``where(name, module)`` is true.
     layouts : layout functions by class, for this call only.
     strict : refuse models with attention of an unknown class, or with none. False leaves those alone, and warns
@@ -80,9 +81,19 @@ def conditioned_(
 
     Notes
     -----
-    *Accuracy.* kappa - 1 < 1e-6 in float32, 2e-4 in float16, 2e-3 in bfloat16 (whose rounding alone gives that);
-    W_V is exact. *Cost.* about 10 in_features head_dim^2 flops and one write per head, and a second copy of the Q,
-    K and V weights while it runs.
+    *Rules where the paper is silent* are in the family table, one per class (``conditioned-kernels layouts``). In
+    short: grouped heads per K/V head; cross-attention as self-attention; of a gated query projection the query rows
+    only; channel attention (XCiT, DaViT) per head of channels; QK norms, biases, temperatures and position tables
+    untouched; weights that share memory written once, and refused where they would need two values. Low-rank attention
+    (MLA), where W_Q = B A and A is shared by all heads: A semi-orthogonal as one matrix with gain 1 (a norm follows
+    it), B per head as above, rotary and non-rotary rows apart, and W_V = B A with B the block identity. With A of rank
+    at most ``in_features`` and at least a head's rows, A has orthonormal rows and so has each B, so every head's
+    effective map, the norm taken as identity, has kappa 1 and the gain asked for; with a smaller rank, rank-many
+    singular values equal to it and the others 0; with a larger one no such promise.
+
+    *Accuracy.* kappa - 1 < 1e-6 in float32, and below eps in half types, whose rounding alone gives that (2e-4 in
+    float16, 2e-3 in bfloat16 for heads of 768 x 64); W_V is exact. *Cost.* about 10 in_features head_dim^2 flops and
+    one write per head, and a second copy of the Q, K and V weights while it runs.
     """
     gains = _gains(gain)
     _validate.choice(value, "value", VALUES)
@@ -95,7 +106,7 @@ def conditioned_(
         if kind == "keep":
             return Draw(None, "value='keep'")
         with named_errors(target):
-            size = _resolve_gain(gains[role], heads)
+            size = 1.0 if target.projection.part == LATENT else _resolve_gain(gains[role], heads)
             if kind == "semi_orthogonal":
                 work = torch.float64 if heads.dtype == torch.float64 else torch.float32
                 new = semi_orthogonal(
@@ -147,7 +158,6 @@ def _gains(gain: Gain | Mapping[str, Gain]) -> dict[str, Gain]:
             _validate.choice(size, f"gain[{role!r}]", ("unit", "preserve"))
         else:
             _validate.positive(size, f"gain[{role!r}]")
-    # The shared factor of low-rank K and V keeps norm 1, so that the gains of K and V are those of the whole map.
     return {role: given.get(role, "unit") for role in ROLES}
 
 

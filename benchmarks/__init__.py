@@ -1,0 +1,1 @@
+"""Ratios against what torch offers, measured side by side; see measure.py."""

@@ -1,0 +1,54 @@
+"""Settings every test shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+from conditioned_kernels import _extension
+
+from .extension_build import ready
+
+# The same examples on every run, so that a failure is never a matter of luck; more with --hypothesis-profile=thorough.
+settings.register_profile("suite", max_examples=60, deadline=None, derandomize=True)
+settings.register_profile("thorough", max_examples=2000, deadline=None)
+settings.load_profile("suite")
+
+# Matrices here are small, and two threads that wait for each other on a busy machine are far slower than one.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def extension() -> str:
+    """Build the extension once if it is not installed; "" or the reason why there is none."""
+    return ready()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _prefer_extension(extension: str) -> None:
+    """Every test takes the backend that "auto" takes for a user who has built the extension."""
+
+
+@pytest.fixture(scope="module", params=["torch", "extension"])
+def each_backend(request: pytest.FixtureRequest, extension: str) -> Iterator[str]:
+    """Run the module's tests once on each backend that can run here."""
+    if request.param == "extension":
+        if extension:
+            pytest.skip(f"no extension: {extension}")
+        yield request.param
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        off = _extension.Extension(False, False, "switched off by this test")
+        patch.setattr(_extension, "load", lambda: off)
+        yield request.param
+
+
+@pytest.fixture
+def untouched_rng() -> Iterator[None]:
+    """The test must leave torch's global random state as it found it."""
+    before = torch.get_rng_state()
+    yield
+    assert torch.equal(torch.get_rng_state(), before)
