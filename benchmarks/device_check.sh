@@ -24,15 +24,18 @@ chip=$($python -c 'import torch; print("%d.%d" % torch.cuda.get_device_capabilit
 name=$($python -c 'import torch; print(torch.cuda.get_device_name().replace(" ", "-"))')
 echo "== $name, compute capability $chip"
 
-TORCH_CUDA_ARCH_LIST=$chip MAX_JOBS=$(nproc) CK_FORCE_EXTENSION=1 step build 90 $python -m conditioned_kernels.build
-step backends 60 $python -c 'import conditioned_kernels as ck
+TORCH_CUDA_ARCH_LIST=$chip MAX_JOBS=$(nproc) CK_FORCE_EXTENSION=1 step build 60 $python -m conditioned_kernels.build
+step backends 30 $python -c 'import conditioned_kernels as ck
 for backend, sentence in ck.backends().items(): print(backend, "-", sentence)'
 tests=(tests/test_gpu_triton.py)
 [ -f tests/test_gpu.py ] && tests+=(tests/test_gpu.py)
-step tests 150 $python -m pytest -q -p no:cacheprovider -o addopts= "${tests[@]}"
+# Most of the time is compiling, which processes share through Triton's cache.
+parallel=()
+$python -c 'import xdist' 2>/dev/null && parallel=(-n 8)
+step tests 120 $python -m pytest -q -p no:cacheprovider -o addopts= "${parallel[@]}" "${tests[@]}"
 if command -v compute-sanitizer >/dev/null; then
   # The Python allocator would hide an overrun inside a cached block.
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 step sanitizer 60 compute-sanitizer --tool memcheck --error-exitcode 9 $python -c '
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 step sanitizer 45 compute-sanitizer --tool memcheck --error-exitcode 9 $python -c '
 import torch, conditioned_kernels as ck
 for dtype in (torch.float32, torch.bfloat16):
     ck.orthogonalize(torch.randn(2, 17, 63, device="cuda").to(dtype), backend="triton")
@@ -41,6 +44,6 @@ print("ran")'
 else
   echo "== sanitizer: compute-sanitizer is not installed, skipped"
 fi
-step benchmark 150 $python -m benchmarks.device --json "$results/$name.json" --budget 0.5
+step benchmark 105 $python -m benchmarks.device --json "$results/$name.json" --budget 0.5
 echo "== $((SECONDS - started)) s in all; $results/$name.json; $([ $status -eq 0 ] && echo all passed || echo SOMETHING FAILED)"
 exit $status

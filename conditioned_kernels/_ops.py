@@ -155,6 +155,17 @@ def semi_orthogonal_(
         return _triton_route().semi_orthogonal_(tensors, keys, gains, method, small.factor, redraw)
 
 
+def identity_(tensors: list[Tensor], gains: list[float], block: bool) -> None:
+    """Rectangular identities into ``tensors``, for the "triton" backend."""
+    importlib.import_module("._triton.identity", __package__).identity(tensors, gains, block=block)
+
+
+def warmup(tensors: list[Tensor], method: str, redraw: Callable[..., Tensor]) -> int:
+    """Compile what the "triton" backend launches for ``tensors``."""
+    first = tensors[0] if tensors[0].shape[-2] < tensors[0].shape[-1] else tensors[0].mT
+    return _triton_route().warmup(tensors, method, small_matrix("triton", first).factor, redraw)
+
+
 def draws_in_place(backend: str, short: int) -> bool:
     """Whether :func:`semi_orthogonal_` serves matrices with this smaller side."""
     return backend == "triton" and short <= _triton_route().MAX_ROWS

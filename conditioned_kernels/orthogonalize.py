@@ -254,6 +254,52 @@ def semi_orthogonal_(
     return tensor
 
 
+def grouped(heads: Tensor) -> bool:
+    """Whether heads of this device, dtype and size are drawn faster together than tensor by tensor."""
+    short = min(heads.shape[-2:])
+    return heads.numel() > 0 and _ops.draws_in_place(
+        choose_backend("auto", heads.device, heads.dtype, short).name, short
+    )
+
+
+def semi_orthogonal_together_(
+    tensors: list[Tensor], *, seed: int, names: list[tuple[str, str]], gains: list[float], method: str = "polar"
+) -> None:
+    """:func:`semi_orthogonal_` on several tensors of one device that are :func:`grouped`, with (key, role) ``names``.
+
+    The values are those of the single calls, in one launch per kind of head.
+    """
+    keys = [stream_key(seed, key, role) for key, role in names]
+    with torch.no_grad():
+        _ops.semi_orthogonal_(tensors, keys, gains, method, _redraw(method))
+
+
+def identity_together_(tensors: list[Tensor], gains: list[float], *, block: bool) -> None:
+    """Rectangular identities times ``gains`` in several tensors of one device that are :func:`grouped`."""
+    with torch.no_grad():
+        _ops.identity_(tensors, gains, block)
+
+
+def warmup(tensors: list[Tensor], *, method: str = "polar") -> int:
+    """Compile ahead what the Triton backend will launch for these weights; returns for how many kinds of heads.
+
+    Call it before a training run's process group is busy: a compile takes seconds. Nothing is written.
+
+    Parameters
+    ----------
+    tensors : views (*heads, rows, cols). Those the Triton backend would not serve are passed over.
+    method : as in :func:`orthogonalize`.
+    """
+    _validate.choice(method, "method", METHODS)
+    kinds = 0
+    chosen = [tensor.detach() for tensor in tensors if grouped(tensor)]
+    for device in dict.fromkeys(tensor.device for tensor in chosen):
+        here = [tensor for tensor in chosen if tensor.device == device]
+        with torch.no_grad():
+            kinds += _ops.warmup(here, method, _redraw(method))
+    return kinds
+
+
 def _redraw(method: str) -> Callable[[int, int, tuple[int, int], torch.device], Tensor]:
     """How a head is drawn whose first pass is refused: its samples in memory, and the torch path's careful stages."""
 

@@ -18,7 +18,7 @@ REASON = "no GPU" if not torch.cuda.is_available() else _triton.unavailable(torc
 pytestmark = pytest.mark.skipif(REASON != "", reason=f"the triton backend cannot run here: {REASON}")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-SHAPES = ((1, 1), (3, 17), (17, 63), (63, 65), (64, 768), (65, 127), (80, 511), (96, 511), (127, 513), (128, 4096))
+SHAPES = ((1, 1), (3, 17), (63, 65), (64, 768), (80, 511), (127, 513), (128, 4096))
 DEVICE = torch.device("cuda", 0)
 GAUSSIAN = {torch.float32: 1e-6, torch.float16: 1.1e-3, torch.bfloat16: 8e-3}
 """Residual allowed as stored."""

@@ -3,5 +3,6 @@
 from .conditioned import conditioned_
 from .init_report import InitReport, ProjectionReport
 from .random import random_
+from .warmup import warmup
 
-__all__ = ["InitReport", "ProjectionReport", "conditioned_", "random_"]
+__all__ = ["InitReport", "ProjectionReport", "conditioned_", "random_", "warmup"]

@@ -96,8 +96,12 @@ def apply_scheme(
     strict: bool,
     include_frozen: bool,
     overwrite: bool,
+    prepare: Callable[[list[Target]], None] | None = None,
 ) -> InitReport:
-    """Run ``draw`` on every projection of ``model`` and write the results. See ``conditioned_`` for the arguments."""
+    """Run ``draw`` on every projection of ``model`` and write the results. See ``conditioned_`` for the arguments.
+
+    ``prepare`` sees all checked targets first, for what is faster done together.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     with torch.inference_mode(False), torch.no_grad(), quiet_parametrizations(model):
@@ -106,6 +110,8 @@ def apply_scheme(
         for target in targets:
             _check(target, include_frozen=include_frozen, overwrite=overwrite)
         targets, tied = _untie(targets)
+        if prepare is not None:
+            prepare(targets)
         skipped, writes, touched = [*found.skipped, *tied], [], []
         for target in targets:
             drawn = draw(target)

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from .. import _validate
 from ..heads.discover import Where
 from ..heads.layout import LATENT, ROLES, LayoutFunction
-from ..orthogonalize import semi_orthogonal
+from ..orthogonalize import grouped, identity_together_, semi_orthogonal, semi_orthogonal_together_
 from .apply import Draw, Target, apply_scheme, named_errors
 from .init_report import InitReport
 
 Gain = float | Literal["unit", "preserve"]
+MADE = {"semi_orthogonal": "semi-orthogonal"}
 VALUES = ("block", "repeat", "semi_orthogonal", "keep")
 
 
@@ -100,13 +101,36 @@ def conditioned_(
     if generator is not None:
         seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
 
+    sizes: dict[int, float] = {}
+    made: dict[int, Tensor] = {}
+
+    def kind_of(target: Target) -> str:
+        return value if target.projection.role == "v" else "semi_orthogonal"
+
+    def size_of(target: Target) -> float:
+        if id(target) not in sizes:
+            latent = target.projection.part == LATENT
+            sizes[id(target)] = 1.0 if latent else _resolve_gain(gains[target.projection.role], target.heads)
+        return sizes[id(target)]
+
+    def prepare(targets: list[Target]) -> None:
+        for kind in dict.fromkeys(map(kind_of, targets)):
+            chosen = [target for target in targets if kind_of(target) == kind and grouped(target.heads)]
+            if kind == "keep" or not chosen:
+                continue
+            for target in chosen:
+                with named_errors(target):
+                    size_of(target)
+            made.update(_make_together(chosen, kind, [size_of(target) for target in chosen], seed))
+
     def draw(target: Target) -> Draw:
-        role, heads = target.projection.role, target.heads
-        kind = value if role == "v" else "semi_orthogonal"
+        kind, heads = kind_of(target), target.heads
         if kind == "keep":
             return Draw(None, "value='keep'")
         with named_errors(target):
-            size = 1.0 if target.projection.part == LATENT else _resolve_gain(gains[role], heads)
+            size = size_of(target)
+            if id(target) in made:
+                return Draw(made.pop(id(target)), MADE.get(kind, f"identity, {kind}"), size)
             if kind == "semi_orthogonal":
                 work = torch.float64 if heads.dtype == torch.float64 else torch.float32
                 new = semi_orthogonal(
@@ -118,7 +142,7 @@ def conditioned_(
                     dtype=work,
                     device=heads.device,
                 )
-                return Draw(new, "semi-orthogonal", size)
+                return Draw(new, MADE[kind], size)
             return Draw(identity_heads(heads, size, block=kind == "block"), f"identity, {kind}", size)
 
     return apply_scheme(
@@ -131,7 +155,23 @@ def conditioned_(
         strict=strict,
         include_frozen=include_frozen,
         overwrite=overwrite,
+        prepare=prepare,
     )
+
+
+def _make_together(targets: list[Target], kind: str, sizes: list[float], seed: int) -> dict[int, Tensor]:
+    """New heads of all targets by their ids, in one launch per kind of head: 48 layers cost what one does."""
+    made: dict[int, Tensor] = {}
+    for device in dict.fromkeys(target.heads.device for target in targets):
+        here = [(target, size) for target, size in zip(targets, sizes, strict=True) if target.heads.device == device]
+        new = [torch.empty(target.heads.shape, dtype=target.heads.dtype, device=device) for target, _ in here]
+        if kind == "semi_orthogonal":
+            names = [(target.name, target.stream_role) for target, _ in here]
+            semi_orthogonal_together_(new, seed=seed, names=names, gains=[size for _, size in here])
+        else:
+            identity_together_(new, [size for _, size in here], block=kind == "block")
+        made.update((id(target), tensor) for (target, _), tensor in zip(here, new, strict=True))
+    return made
 
 
 def identity_heads(like: Tensor, gain: float = 1.0, *, block: bool = True) -> Tensor:

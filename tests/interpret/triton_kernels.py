@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from conditioned_kernels import _torch
+import conditioned_kernels as ck
+from conditioned_kernels import _backend, _torch, _triton
 from conditioned_kernels._triton import gram as gram_module
 from conditioned_kernels._triton import heads as heads_module
 from conditioned_kernels._triton import launch_config, route
@@ -22,6 +23,7 @@ from conditioned_kernels._triton.polar import polar
 from conditioned_kernels._triton.product import product
 from conditioned_kernels._triton.sample import box_muller, normal_tile
 from conditioned_kernels.heads.layout import HeadView
+from conditioned_kernels.initialize import apply as apply_scheme_module
 from conditioned_kernels.initialize.conditioned import identity_heads
 from conditioned_kernels.orthogonalize import _redraw, semi_orthogonal
 from conditioned_kernels.sampling import _box_muller, philox_normal, stream_key
@@ -324,6 +326,62 @@ def test_warmup_writes_nothing() -> None:
     before = [weight.clone() for weight in weights]
     assert route.warmup(weights, "polar", _torch.factor, _redraw("polar")) == 2
     assert all(torch.equal(weight, old) for weight, old in zip(weights, before, strict=True))
+
+
+@pytest.fixture
+def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public functions choose the Triton backend for CPU tensors, which only the interpreter can serve."""
+    monkeypatch.setattr(_triton, "refusal", lambda device, dtype, short: "" if dtype in _triton.DTYPES else "dtype")
+    row = _backend._TABLE["triton"]._replace(refusal=lambda *given: _triton.refusal(*given))
+    monkeypatch.setitem(_backend._TABLE, "triton", row)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(gaussian(36, 20))
+
+
+def _views(module: Attention) -> dict[str, torch.Tensor]:
+    query, key, value = module.weight.view(3, 3, 4, 20)
+    return {"q": query, "k": key, "v": value}
+
+
+@pytest.mark.parametrize("value", ["block", "semi_orthogonal"])
+def test_conditioned_init_of_a_model_is_few_launches(
+    value: str, monkeypatch: pytest.MonkeyPatch, triton_everywhere: None
+) -> None:
+    kernel = _Counted(gram_module.gram_kernel)
+    model, expected = (torch.nn.ModuleList([Attention() for _ in range(3)]) for _ in range(2))
+    options = {"seed": 4, "value": value, "layouts": {Attention: _views}, "gain": {"q": 0.5, "k": "preserve"}}
+    with monkeypatch.context() as patch:
+        patch.setattr(gram_module, "gram_kernel", kernel)
+        patch.setattr(apply_scheme_module, "measure", lambda target, heads, made, gain: None)
+        ck.conditioned_(model, **options)
+    assert kernel.grids == [((3 if value == "semi_orthogonal" else 2) * 9, 1)]
+    with monkeypatch.context() as patch:
+        patch.setattr(_triton, "refusal", lambda *_: "not now")
+        ck.conditioned_(expected, **options)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert (ours - theirs).abs().amax() < 1e-5
+    assert ck.warmup(model, layouts=options["layouts"]) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_public_functions_on_the_backend(dtype: torch.dtype, triton_everywhere: None) -> None:
+    w = gaussian(2, 2, 9, 30, dtype=dtype)
+    q, certificate = ck.certify(w, backend="triton")
+    assert certificate.failures() == []
+    assert certificate.residual.shape == (2, 2)
+    assert (q.float() - ck.orthogonalize(w, backend="torch").float()).abs().amax() <= 2 * STORED[dtype]
+    estimate, expected = ck.condition_number(w, backend="triton"), ck.condition_number(w, backend="torch")
+    exact = torch.linalg.cond(w.double())
+    assert bool(((estimate.low <= exact) & (exact <= estimate.high)).all())
+    assert torch.allclose(estimate.kappa, expected.kappa, rtol=1e-5)
+    out = ck.semi_orthogonal((2, 9, 30), seed=1, dtype=dtype, backend="triton")
+    reference = ck.semi_orthogonal((2, 9, 30), seed=1, dtype=dtype, backend="torch")
+    assert (out.float() - reference.float()).abs().amax() <= 2 * STORED[dtype]
+    assert ck.explain_backend(w, "triton").name == "triton"
 
 
 def test_self_test_passes_and_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,39 @@
+"""Compiling ahead of use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from .. import orthogonalize
+from ..heads.discover import Where
+from ..heads.layout import LayoutFunction
+from .apply import locate, resolve
+
+
+def warmup(
+    model: nn.Module,
+    *,
+    where: Where | None = None,
+    layouts: Mapping[type[nn.Module], LayoutFunction] | None = None,
+    method: str = "polar",
+) -> int:
+    """Compile the GPU kernels that this package will launch for ``model``, and write nothing.
+
+    A kernel compiles at its first launch, which takes seconds per kind of head and can outlast the timeout of a
+    process group. Triton caches on disk, so one run per machine and version is enough.
+
+    Parameters
+    ----------
+    model, where, layouts : as in :func:`conditioned_`.
+    method : "polar" or "qr".
+
+    Returns
+    -------
+    How many kinds of heads were compiled for; 0 where no weight is served by the Triton backend.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        targets = resolve(locate(model, where=where, layouts=layouts, strict=False))
+        return orthogonalize.warmup([target.heads for target in targets], method=method)
