@@ -122,21 +122,22 @@ def apply(factor: Tensor, source: Heads | Samples, target: Heads, gains: Tensor,
     fused = certify and launch_config.fused_certificate(launch)
     size = (source.count, spans, n, n) if fused else (1,)
     part = torch.empty(size, dtype=torch.float32, device=source.device)
-    apply_kernel[(source.count, spans)](
-        factor,
-        part if isinstance(source, Samples) else source.base,
-        table(source, target),
-        gains,
-        target.base,
-        part,
-        n,
-        source.cols,
-        *source.strides,
-        *target.strides,
-        span_cols,
-        **apply_constants(launch, dtype, source.alignment, target.alignment, sampled, fused),
-        **launch.options(sampled),
-    )
+    with launch_config.on(source.device):
+        apply_kernel[(source.count, spans)](
+            factor,
+            part if isinstance(source, Samples) else source.base,
+            table(source, target),
+            gains,
+            target.base,
+            part,
+            n,
+            source.cols,
+            *source.strides,
+            *target.strides,
+            span_cols,
+            **apply_constants(launch, dtype, source.alignment, target.alignment, sampled, fused),
+            **launch.options(sampled),
+        )
     if not certify:
         return gains.new_empty(0)
     return residual(part if fused else gram_of(target, dtype).unsqueeze(1), gains)

@@ -120,28 +120,33 @@ def gram(source: Heads | Samples, dtype: torch.dtype, *, splits: int | None = No
     splits = -(-source.cols // split_cols)
     n = source.rows
     part = torch.empty(source.count, splits, n, n, dtype=torch.float32, device=source.device)
-    gram_kernel[(source.count, splits)](
-        part if isinstance(source, Samples) else source.base,
-        table(source),
-        part,
-        n,
-        source.cols,
-        *source.strides,
-        split_cols,
-        **gram_constants(launch, source.alignment, sampled),
-        **launch.options(sampled),
-    )
+    with launch_config.on(source.device):
+        gram_kernel[(source.count, splits)](
+            part if isinstance(source, Samples) else source.base,
+            table(source),
+            part,
+            n,
+            source.cols,
+            *source.strides,
+            split_cols,
+            **gram_constants(launch, source.alignment, sampled),
+            **launch.options(sampled),
+        )
     if splits == 1:
         return part[:, 0]
     out = torch.empty(source.count, n, n, dtype=torch.float32, device=source.device)
-    sum_kernel[(source.count, -(-n * n // launch_config.SUM_ELEMENTS))](part, out, n * n, splits, enable_fp_fusion=True)
+    with launch_config.on(source.device):
+        sum_kernel[(source.count, -(-n * n // launch_config.SUM_ELEMENTS))](
+            part, out, n * n, splits, enable_fp_fusion=True
+        )
     return out
 
 
 def residual(part: Tensor, gains: Tensor) -> Tensor:
     """max |G / gain^2 - I| of each head, (heads,) fp32, from partial Gram matrices (heads, splits, rows, rows)."""
     out = torch.empty(len(part), dtype=torch.float32, device=part.device)
-    residual_kernel[(len(part),)](part, gains, out, part.shape[-1], part.shape[1], enable_fp_fusion=True)
+    with launch_config.on(part.device):
+        residual_kernel[(len(part),)](part, gains, out, part.shape[-1], part.shape[1], enable_fp_fusion=True)
     return out
 
 

@@ -63,16 +63,17 @@ def identity(views: Sequence[Tensor], gains: Sequence[float], *, block: bool = T
         size = torch.tensor([gains[i] for i in members], dtype=torch.float32, device="cpu")
         size = size.repeat_interleave(torch.tensor(counts, device="cpu")).to(heads.device)
         grid = (heads.count, -(-heads.rows // launch.block_rows), -(-heads.cols // launch.block_cols))
-        identity_kernel[grid](
-            heads.base,
-            table(target=heads),
-            first,
-            size,
-            heads.rows,
-            heads.cols,
-            *heads.strides,
-            BLOCK_R=launch.block_rows,
-            BLOCK_C=launch.block_cols,
-            ALIGNMENT=heads.alignment,
-            **launch.options(False),
-        )
+        with launch_config.on(heads.device):
+            identity_kernel[grid](
+                heads.base,
+                table(target=heads),
+                first,
+                size,
+                heads.rows,
+                heads.cols,
+                *heads.strides,
+                BLOCK_R=launch.block_rows,
+                BLOCK_C=launch.block_cols,
+                ALIGNMENT=heads.alignment,
+                **launch.options(False),
+            )

@@ -8,6 +8,7 @@ are there, and a test compares them. No row was timed yet. Triton is not importe
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -180,6 +181,11 @@ def splits(cols: int, heads: int, launch: Launch) -> int:
 def split_columns(cols: int, parts: int, launch: Launch) -> int:
     """Columns per range, a multiple of the block."""
     return -(-cols // (parts * launch.block_cols)) * launch.block_cols
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Make ``device`` the current one, which is where Triton launches, whatever device its arguments are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache

@@ -115,24 +115,25 @@ def product(
     across, down = -(-cols // launch.block_rows), -(-rows // launch.block_rows)
     blocks = down * (down + 1) // 2 if symmetric else down * across
     some = out if d is None else d
-    product_kernel[(batch, blocks)](
-        a,
-        b,
-        some,
-        out,
-        rows,
-        cols,
-        inner,
-        *a.stride(),
-        *b.stride(),
-        *some.stride(),
-        *out.stride(),
-        float(alpha),
-        float(beta),
-        float(gamma),
-        **product_constants(launch, symmetric, d is not None and beta != 0),
-        **launch.options(False),
-    )
+    with launch_config.on(a.device):
+        product_kernel[(batch, blocks)](
+            a,
+            b,
+            some,
+            out,
+            rows,
+            cols,
+            inner,
+            *a.stride(),
+            *b.stride(),
+            *some.stride(),
+            *out.stride(),
+            float(alpha),
+            float(beta),
+            float(gamma),
+            **product_constants(launch, symmetric, d is not None and beta != 0),
+            **launch.options(False),
+        )
     return out
 
 

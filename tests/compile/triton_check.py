@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import triton
-from triton_variants import CAPABILITIES, RESOURCES, SHARED_LIMIT, STACK_LIMIT, build, resources, variants
 
 from conditioned_kernels._triton import launch_config
+
+sys.path.insert(0, str(Path(__file__).parent))
+from triton_variants import CAPABILITIES, RESOURCES, SHARED_LIMIT, STACK_LIMIT, build, resources, variants  # noqa: E402
 
 TABLE = json.loads(RESOURCES.read_text())
 ALL = [(variant, capability) for capability in CAPABILITIES for variant in variants(capability)]
@@ -102,3 +106,21 @@ def test_sampled_kernels_have_no_fused_multiply_add() -> None:
     assert "fma.rn.f32" not in ptx
     assert "sqrt.rn.f32" in ptx
     assert "sqrt.approx" not in ptx
+
+
+SPECIAL = (
+    # Heads stored transposed, one row, and strides beyond 31 bits: other specializations of the same kernels.
+    ("gram/128/bf16", {"stride_row": 1, "stride_col": "i32*16"}),
+    ("apply/128/fp32", {"stride_row": 1, "stride_col": "i32*16", "out_stride_row": 1, "out_stride_col": "i32*16"}),
+    ("gram/16/fp32/unaligned", {"rows": 1, "cols": "i32", "stride_row": "i64"}),
+    ("apply/16/fp32", {"rows": 1, "cols": 1, "out_stride_row": 1}),
+    ("product/tf32x3", {"rows": 1, "a_inner": "i64", "b_row": 1, "b_inner": "i32"}),
+)
+
+
+@pytest.mark.parametrize(("name", "arguments"), SPECIAL)
+def test_specializations_compile_too(name: str, arguments: dict) -> None:
+    (variant,) = [variant for variant in variants(90) if variant.name == name]
+    row = resources(variant._replace(arguments=variant.arguments | arguments), 90)
+    assert row["stack"] <= STACK_LIMIT
+    assert row["shared"] <= SHARED_LIMIT[90]
