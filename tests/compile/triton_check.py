@@ -17,7 +17,7 @@ import triton
 from conditioned_kernels._triton import launch_config
 
 sys.path.insert(0, str(Path(__file__).parent))
-from triton_variants import CAPABILITIES, RESOURCES, SHARED_LIMIT, STACK_LIMIT, build, resources, variants  # noqa: E402
+from triton_variants import CAPABILITIES, RESOURCES, SHARED_LIMIT, STACK_LIMIT, build, resources, variants
 
 TABLE = json.loads(RESOURCES.read_text())
 ALL = [(variant, capability) for capability in CAPABILITIES for variant in variants(capability)]
