@@ -129,9 +129,8 @@ def _kappa_rows(before: Sequence[Any], after: Sequence[Any]) -> list[dict[str, s
         for label, entries in (("before", before), ("after", after)):
             summary = summarize([entry for entry in entries if entry.role == role])
             row["heads"] = str(summary.heads)
-            row[f"{label}: kappa min"] = f"{summary.low:.6g}"
-            row[f"{label}: median"] = f"{summary.median:.6g}"
-            row[f"{label}: max"] = f"{summary.high:.6g}"
+            for column, kappa in (("kappa min", summary.low), ("median", summary.median), ("max", summary.high)):
+                row[f"{label}: {column}"] = f"{kappa:.7f}" if kappa < 1.001 else f"{kappa:.4f}"
         rows.append(row)
     return rows
 
