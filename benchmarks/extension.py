@@ -31,8 +31,8 @@ def best(cases: Cases, repetitions: int) -> dict[str, float]:
 def groups() -> dict[str, Cases]:
     w = torch.randn(432, 64, 768, generator=torch.Generator().manual_seed(0))
     heads, whole = torch.empty(32, 2048, 64), torch.empty(2048, 2048)
-    gram = _torch.gram_blocked(w)
-    error = _torch.gram_rounding(gram, 768).double()
+    gram, terms = _torch.gram_blocked(w)
+    error = _torch.gram_rounding(gram, terms).double()
     vectors = _ops.spectrum_bracket(gram, error, 1e-3, 64)[1]
 
     def loop() -> None:

@@ -72,24 +72,34 @@ def residual_tolerance(dtype: torch.dtype) -> float:
     return (8 if work in _WIDE else 64) * torch.finfo(work).eps
 
 
-def orthogonality_residual(q: Tensor) -> Tensor:
+def gram_plain(w: Tensor) -> Tensor:
+    """W W^H as one batched product."""
+    return w @ w.mH
+
+
+def orthogonality_residual(q: Tensor, gram: Callable[[Tensor], Tensor] = gram_plain) -> Tensor:
     """max |Q Q^H - I| of each (b, r, c) matrix, r <= c, as a real tensor (b,)."""
-    gram = q @ q.mH
-    gram.diagonal(dim1=-2, dim2=-1).sub_(1)
-    return gram.abs().amax((-2, -1))
+    product = gram(q)
+    product.diagonal(dim1=-2, dim2=-1).sub_(1)
+    return torch.linalg.vector_norm(product, torch.inf, dim=(-2, -1))
 
 
 class SmallMatrix(NamedTuple):
-    """The r x r stage, which is what backends differ in.
+    """The Gram matrix and the r x r stage, which are what backends differ in.
 
     factor : (gram, method) -> the F with F W orthonormal, NaN where it fails; see :func:`factor`.
     extremes : (gram, rounding, rtol) -> (6, b) float64 eigenvalue brackets; see :func:`extremes`.
-    gram : (b, r, c) of any dtype -> (gram, rounding) in the working precision; see :func:`gram_with_rounding`.
+    gram : w -> W W^H, summed in any order.
+    gram_terms : w -> (W W^H, k), where no product of two elements is rounded more than k times on its way into the
+        sum; see :func:`gram_rounding`.
+    halves : gram_terms takes half types as they are stored, too.
     """
 
     factor: Callable[[Tensor, str], Tensor]
     extremes: Callable[[Tensor, Tensor, float], Tensor]
-    gram: Callable[[Tensor], tuple[Tensor, Tensor]]
+    gram: Callable[[Tensor], Tensor]
+    gram_terms: Callable[[Tensor], tuple[Tensor, int]]
+    halves: bool = False
 
 
 def orthogonalize(weights: Tensor, method: str, out: Tensor, small: SmallMatrix) -> tuple[Tensor, Tensor]:
@@ -111,14 +121,14 @@ def orthogonalize(weights: Tensor, method: str, out: Tensor, small: SmallMatrix)
             residual[part], status[part] = _orthogonalize_chunk(weights[part].to(work), method, q, small)
             if not direct:
                 # The certificate belongs to what the caller gets, so it is measured after the cast.
-                residual[part] = orthogonality_residual(out[part].copy_(q).to(work))
+                residual[part] = orthogonality_residual(out[part].copy_(q).to(work), small.gram)
     return residual, status
 
 
 def _orthogonalize_chunk(w: Tensor, method: str, q: Tensor, small: SmallMatrix) -> tuple[Tensor, Tensor]:
     """One Gram pass for all; what its certificate refuses goes, as a smaller batch, to the careful path."""
-    torch.bmm(small.factor(w @ w.mH, method), w, out=q)
-    residual = orthogonality_residual(q)
+    torch.bmm(small.factor(small.gram(w), method), w, out=q)
+    residual = orthogonality_residual(q, small.gram)
     status = torch.zeros(w.shape[0], dtype=torch.int8, device=w.device)
     index = (~(residual <= residual_tolerance(w.dtype))).nonzero().flatten()
     if index.numel():
@@ -263,23 +273,22 @@ def rank_threshold(cols: int, singular_values: Tensor) -> Tensor:
     return cols * torch.finfo(singular_values.dtype).eps * singular_values[:, :1]
 
 
-def gram_blocked(w: Tensor) -> Tensor:
-    """W W^H, summed over column blocks so that its rounding error has the bound of :func:`gram_rounding`."""
+def gram_blocked(w: Tensor) -> tuple[Tensor, int]:
+    """W W^H, summed over column blocks, and the number of terms for :func:`gram_rounding`."""
     gram = w[:, :, :GRAM_BLOCK] @ w[:, :, :GRAM_BLOCK].mH
     for start in range(GRAM_BLOCK, w.shape[-1], GRAM_BLOCK):
         block = w[:, :, start : start + GRAM_BLOCK]
         gram.baddbmm_(block, block.mH)
-    return gram
+    return gram, min(w.shape[-1], GRAM_BLOCK) + -(-w.shape[-1] // GRAM_BLOCK)
 
 
-def gram_rounding(gram: Tensor, cols: int) -> Tensor:
-    """delta with |lambda_i(computed G) - lambda_i(W W^H)| <= delta, for :func:`gram_blocked` of ``cols`` columns.
+def gram_rounding(gram: Tensor, terms: int) -> Tensor:
+    """delta with |lambda_i(computed G) - lambda_i(W W^H)| <= delta, where a product is rounded at most ``terms`` times.
 
-    An inner product of k terms in any order has |error| <= k u sum |x||y| (Higham, Accuracy and
-    Stability, section 3.1), here k = GRAM_BLOCK + number of blocks; and || |W||W|^H ||_2 <= trace G.
-    Complex products have twice the terms and a factor sqrt(2).
+    An inner product so summed has |error| <= terms u sum |x||y| (Higham, Accuracy and Stability, sections 3.1 and
+    4.2), whatever its length; and || |W||W|^H ||_2 <= trace G. Complex products have twice the terms and a factor
+    sqrt(2).
     """
-    terms = min(cols, GRAM_BLOCK) + -(-cols // GRAM_BLOCK)
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).real
     return 1.01 * terms * _unit(gram) * trace
 
@@ -310,9 +319,11 @@ def spectrum(weights: Tensor, rtol: float, small: SmallMatrix) -> tuple[Tensor, 
 def _spectrum_chunk(w: Tensor, rtol: float, small: SmallMatrix) -> tuple[Tensor, Tensor]:
     work = _WORK[w.dtype]
     wide = _WIDE.get(work, work)
-    levels: list[Callable[[Tensor], Tensor]] = [lambda w: _extremes_gram(*small.gram(w), rtol, small)]
+    levels: list[Callable[[Tensor], Tensor]] = [
+        lambda w: _extremes_gram(w if small.halves else w.to(work), rtol, small)
+    ]
     if wide != work:
-        levels.append(lambda w: _extremes_gram(*gram_with_rounding(w.to(wide)), rtol, small))
+        levels.append(lambda w: _extremes_gram(w.to(wide), rtol, small))
     levels.append(lambda w: _extremes_svd(w.to(wide)))
     values = torch.empty(6, w.shape[0], dtype=torch.float64, device=w.device)
     open_ = torch.arange(w.shape[0], device=w.device)
@@ -338,14 +349,9 @@ def _spectrum_chunk(w: Tensor, rtol: float, small: SmallMatrix) -> tuple[Tensor,
     return values, status
 
 
-def gram_with_rounding(w: Tensor) -> tuple[Tensor, Tensor]:
-    """W W^H in the working precision, and the bound of its eigenvalues' rounding."""
-    gram = gram_blocked(w.to(_WORK[w.dtype]))
-    return gram, gram_rounding(gram, w.shape[-1])
-
-
-def _extremes_gram(gram: Tensor, rounding: Tensor, rtol: float, small: SmallMatrix) -> Tensor:
-    rounding = rounding.double()
+def _extremes_gram(w: Tensor, rtol: float, small: SmallMatrix) -> Tensor:
+    gram, terms = small.gram_terms(w)
+    rounding = gram_rounding(gram, terms).double()
     usable = rounding.isfinite() & (rounding > _smallest_rounding(gram.dtype))
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     values = small.extremes(torch.where(usable[:, None, None], gram, identity), rounding, rtol)
@@ -363,7 +369,7 @@ def extremes(gram: Tensor, rounding: Tensor, rtol: float) -> Tensor:
     return torch.stack((high, high - delta, high + delta, low, low - delta, low + delta))
 
 
-SMALL_MATRIX = SmallMatrix(factor, extremes, gram_with_rounding)
+SMALL_MATRIX = SmallMatrix(factor, extremes, gram_plain, gram_blocked)
 
 
 def _smallest_rounding(dtype: torch.dtype) -> float:

@@ -5,6 +5,14 @@
 
 namespace ck {
 
+struct GramCall {
+  const void* weights;  // batch x rows x cols, any strides (in elements)
+  int64_t stride[3];
+  int64_t rows;
+  int64_t cols;
+  void* gram;  // batch x rows x rows, contiguous, the type of weights
+};
+
 struct FactorCall {
   const void* gram;  // batch x n x n, any strides (in elements)
   int64_t stride[3];

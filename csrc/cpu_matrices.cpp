@@ -4,6 +4,7 @@
 
 #include <new>
 
+#include "gram.h"
 #include "small_matrix.cuh"
 
 namespace ck {
@@ -25,6 +26,15 @@ class Workspace {
  private:
   T* data_;
 };
+
+template <class T>
+void gram(const GramCall& call, int64_t begin, int64_t end) {
+  const Gram<T> product(call.rows, call.cols, call.stride[1], call.stride[2]);
+  const Workspace<T> work(product.workspace());
+  for (int64_t b = begin; b < end; ++b)
+    product.form(static_cast<const T*>(call.weights) + b * call.stride[0], work.data(),
+                 static_cast<T*>(call.gram) + b * call.rows * call.rows);
+}
 
 template <class T>
 Source<T> matrix(const void* gram, const int64_t* stride, int64_t index) {
@@ -66,6 +76,7 @@ void spectrum(const SpectrumCall& call, int64_t begin, int64_t end) {
 }  // namespace
 }  // namespace CK_ISA
 
-const MatrixKernels CK_TABLE{factor<float>, factor<double>, spectrum<float>, spectrum<double>};
+const MatrixKernels CK_TABLE{gram<float>, gram<double>, factor<float>, factor<double>, spectrum<float>,
+                             spectrum<double>};
 
 }  // namespace ck

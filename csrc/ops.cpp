@@ -116,6 +116,23 @@ ck::SampleCall prepare_samples(const Tensor& out, int64_t key, int64_t head, int
   return {static_cast<uint64_t>(key), head, element, out.size(1), static_cast<float*>(out.mutable_data_ptr())};
 }
 
+Tensor gram_cpu(Tensor weights) {
+  STD_TORCH_CHECK(weights.dim() == 3, "weights must be (batch, rows, cols), got a tensor with ", weights.dim(),
+                  " dimensions");
+  STD_TORCH_CHECK(weights.scalar_type() == ScalarType::Float || weights.scalar_type() == ScalarType::Double,
+                  "weights must be float32 or float64; convert them first");
+  const int64_t b = weights.size(0), r = weights.size(1);
+  Tensor out = fresh(weights, {b, r, r}, weights.scalar_type());
+  const ck::GramCall call{weights.const_data_ptr(),
+                          {weights.stride(0), weights.stride(1), weights.stride(2)},
+                          r,
+                          weights.size(2),
+                          out.mutable_data_ptr()};
+  const auto kernel = weights.scalar_type() == ScalarType::Float ? matrices().gram_float : matrices().gram_double;
+  if (r > 0) torch::stable::parallel_for(0, b, 1, [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
+  return out;
+}
+
 std::tuple<Tensor, Tensor, Tensor> gram_factor_cpu(Tensor gram, std::string method) {
   const Factor out = prepare_factor(gram, method);
   const auto kernel =
@@ -144,6 +161,7 @@ void philox_normal_cpu(Tensor out, int64_t key, int64_t head, int64_t element) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(conditioned_kernels, m) {
+  m.def("gram(Tensor weights) -> Tensor");
   m.def("gram_factor(Tensor gram, str method) -> (Tensor factor, Tensor residual, Tensor status)");
   m.def(
       "spectrum_bracket(Tensor gram, Tensor error, float rtol, int max_steps, Tensor? start=None) -> "
@@ -152,6 +170,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(conditioned_kernels, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(conditioned_kernels, CPU, m) {
+  m.impl("gram", TORCH_BOX(&gram_cpu));
   m.impl("gram_factor", TORCH_BOX(&gram_factor_cpu));
   m.impl("spectrum_bracket", TORCH_BOX(&spectrum_bracket_cpu));
   m.impl("philox_normal_", TORCH_BOX(&philox_normal_cpu));

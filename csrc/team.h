@@ -68,7 +68,8 @@ struct Lanes {
 
   CK_FN static Lanes splat(T value) {
     Lanes out;
-    for (int i = 0; i < count; ++i) out.v[i] = V{} + value;
+    // value - 0 is value, so no instruction is left of it; 0 + value would be one, for the sake of -0.
+    for (int i = 0; i < count; ++i) out.v[i] = value - V{};
     return out;
   }
   CK_FN static Lanes load(const T* from) {

@@ -296,8 +296,8 @@ def test_ten_thousand_random_matrices_lie_in_their_brackets() -> None:
     for n, m, count in ((4, 4, 4000), (8, 24, 3000), (16, 20, 1500), (24, 96, 1000), (32, 32, 400), (64, 128, 100)):
         w = torch.randn(count, n, m, generator=generator)
         w *= 10.0 ** (2 * torch.rand(count, n, 1, generator=generator) * torch.rand(count, 1, 1, generator=generator))
-        gram = _torch.gram_blocked(w)
-        delta = _torch.gram_rounding(gram, m).double()
+        gram, terms = _torch.gram_blocked(w)
+        delta = _torch.gram_rounding(gram, terms).double()
         rtol = 1e-2
         bounds, _, _, status = _ops.spectrum_bracket(gram, delta, rtol, n)
         singular = torch.linalg.svdvals(w.double())

@@ -172,19 +172,16 @@ def _unravel(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
     return place
 
 
-def gram_with_rounding(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Gram matrices (b, r, r) in fp32 of (b, r, c), r <= 128, and what rounding may have done to their eigenvalues.
+def gram_terms(weights: Tensor) -> tuple[Tensor, int]:
+    """fp32 Gram matrices of (b, r, c), r <= 128, and how often at most a product is rounded on its way into the sum.
 
-    Returns (gram, rounding): |lambda_i(gram) - lambda_i(W W^T)| <= rounding, since || |W| |W|^T ||_2 <= trace G.
     Half types get the same products as fp32 here, since a chain of tf32 sums has a bound 20 times as wide.
     """
     heads = heads_of(weights)
     parts = [gram(heads.part(start, stop), torch.float32) for start, stop in launches(heads.count, heads.rows)]
-    result = parts[0] if len(parts) == 1 else torch.cat(parts)
-    launch = launch_config.gram(heads.rows, torch.float32, launch_config.architecture(weights.device), sampled=False)
-    terms = launch_config.gram_terms(heads.cols, launch)
-    trace = result.diagonal(dim1=-2, dim2=-1).sum(-1)
-    return result, 1.01 * terms * torch.finfo(torch.float32).eps / 2 * trace
+    arch = launch_config.architecture(weights.device)
+    launch = launch_config.gram(heads.rows, torch.float32, arch, sampled=False)
+    return torch.cat(parts) if len(parts) > 1 else parts[0], launch_config.gram_terms(heads.cols, launch)
 
 
 def warmup(tensors: Sequence[Tensor], method: str, factor: Factor, redraw: Redraw) -> int:
@@ -233,4 +230,4 @@ def _residual(gram_matrix: Tensor) -> Tensor:
     return gram_matrix.abs().amax((-2, -1))
 
 
-__all__ = ["Heads", "gram_with_rounding", "orthogonalize", "self_test", "semi_orthogonal_", "tolerance", "warmup"]
+__all__ = ["Heads", "gram_terms", "orthogonalize", "self_test", "semi_orthogonal_", "tolerance", "warmup"]
