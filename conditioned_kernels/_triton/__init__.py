@@ -31,20 +31,21 @@ def unavailable(device: torch.device) -> str:
         if not torch.version.hip and (found := torch.cuda.get_device_capability(device)) < CAPABILITY:
             return f"it needs compute capability 8.0 or newer, and {device} has {found[0]}.{found[1]}"
         return importlib.import_module(f"{__name__}.route").self_test(device)
-    except Exception as error:  # A broken driver or compiler must not end a training run: field report E15.
-        return f"its first run on {device} failed: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+    except Exception as error:  # Nor must a broken driver or compiler end a training run.
+        lines = str(error).strip().splitlines() or [""]
+        return f"its first run on {device} failed: {type(error).__name__}: {lines[0]}"
 
 
 @functools.cache
 def missing() -> str:
     """Why there is no usable triton, or ""."""
     try:
-        triton = importlib.import_module("triton")
-    except Exception as error:  # Not only ImportError: a damaged installation raises anything.
+        found = importlib.import_module("triton").__version__
+        version = tuple(int(part) for part in found.split(".")[:2])
+    except Exception as error:  # Not only ImportError: a damaged installation raises anything (field report E15).
         return f"triton cannot be imported ({type(error).__name__}: {error}); pip install triton"
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if version < OLDEST:
-        return f"it needs triton {OLDEST[0]}.{OLDEST[1]} or newer, found {triton.__version__}"
+        return f"it needs triton {OLDEST[0]}.{OLDEST[1]} or newer, found {found}"
     return ""
 
 
