@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+import conditioned_kernels as ck
 
 from .gloo_rank import RANKS
 
@@ -19,8 +22,9 @@ LIMIT = 120
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, torch.Tensor]]]:
     folder = tmp_path_factory.mktemp("gloo")
     script = Path(__file__).parent / "gloo_rank.py"
+    env = os.environ | {"PYTHONPATH": str(Path(ck.__file__).parent.parent)}  # the package under test, wherever it is
     group = [
-        subprocess.Popen([sys.executable, str(script), str(rank), str(folder / "rendezvous"), str(folder)])
+        subprocess.Popen([sys.executable, str(script), str(rank), str(folder / "rendezvous"), str(folder)], env=env)
         for rank in range(RANKS)
     ]
     try:
