@@ -147,8 +147,8 @@ def commands(csrc: Path, torch: Path, work: Path, nvcc: str | None) -> tuple[lis
     return compile_, [*linker, "-shared", *objects, "-o", str(work / LIBRARY), f"-L{torch / 'lib'}", "-ltorch_cpu"]
 
 
-def build(folder: Path) -> Path:
-    """Compile into ``folder`` and return the library's path.
+def build(folder: Path, *, cuda: bool = True) -> Path:
+    """Compile into ``folder`` and return the library's path; with CUDA code if ``cuda`` and nvcc is found.
 
     Raises
     ------
@@ -157,7 +157,7 @@ def build(folder: Path) -> Path:
     """
     if sys.platform == "win32":
         raise CannotBuild("the extension is built on Linux and macOS only")
-    csrc, torch, nvcc = source_folder(), torch_folder(), nvcc_compiler()
+    csrc, torch, nvcc = source_folder(), torch_folder(), nvcc_compiler() if cuda else None
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         compile_, link = commands(csrc, torch, work, nvcc)
@@ -179,13 +179,13 @@ def build(folder: Path) -> Path:
     return folder / LIBRARY
 
 
-def optional_build(folder: Path) -> Path | None:
+def optional_build(folder: Path, *, cuda: bool = True) -> Path | None:
     """:func:`build` as an installation wants it: without a compiler or torch, one line on stderr and no error."""
     if os.environ.get("CK_NO_EXTENSION") == "1":
         print("conditioned_kernels: pure Python, because CK_NO_EXTENSION=1", file=sys.stderr)
         return None
     try:
-        return build(folder)
+        return build(folder, cuda=cuda)
     except CannotBuild as reason:
         if os.environ.get("CK_FORCE_EXTENSION") == "1":
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -78,10 +77,8 @@ def run_demo(out: Console, err: Console, path: Path, *, steps: int, seed: int) -
 def _compile_extension(out: Console, err: Console) -> None:
     """Build the extension if it can be built here: on a fresh machine the package was installed before torch was."""
     if _extension.find() is None:
-        if not torch.cuda.is_available():
-            os.environ["CK_NO_CUDA"] = "1"
         with err.status("compiling the extension, once"):
-            build.optional_build(build.default_folder())
+            build.optional_build(build.default_folder(), cuda=torch.cuda.is_available())
     for name, status in backends().items():
         out.print(f"{name}: {status}", highlight=False, markup=False)
 

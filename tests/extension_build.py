@@ -47,14 +47,10 @@ def ready() -> str:
         return "switched off by CK_NO_EXTENSION=1"
     place = folder()
     if not (place / build.LIBRARY).exists():
-        before = os.environ.get("CK_NO_CUDA")
-        os.environ["CK_NO_CUDA"] = "1"
         try:
-            build.build(place)
+            build.build(place, cuda=False)
         except build.CannotBuild as reason:
             return str(reason)
-        finally:
-            os.environ.pop("CK_NO_CUDA") if before is None else os.environ.update(CK_NO_CUDA=before)
     _extension.load.cache_clear()
     original = _extension.find
     _extension.find = lambda: place / build.LIBRARY

@@ -338,7 +338,7 @@ def test_demo_writes_what_it_measured(run, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "BATCH", 2)
     monkeypatch.setattr(demo, "VALIDATION_BATCHES", 1)
     monkeypatch.setattr(demo, "TEXT_BYTES", 1 << 16)
-    monkeypatch.setattr("conditioned_kernels.build.optional_build", lambda folder: None)
+    monkeypatch.setattr("conditioned_kernels.build.optional_build", lambda folder, cuda: None)
     code, out, err = run("demo", "--steps", 3, "--out", tmp_path / "report.html")
     assert code == 0, err
     page = (tmp_path / "report.html").read_text()
