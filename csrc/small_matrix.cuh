@@ -635,26 +635,28 @@ struct SmallMatrix {
       double step[ends];
       for (int end = 0; end < ends; ++end) step[end] = (high[end] - low[end]) / (points + 1);
       for (int first = team.rank * lanes; first < ends * points; first += team.size * lanes) {
-        T x[lanes], pivot[lanes], negative[lanes];
+        T each[lanes];
         for (int w = 0; w < lanes; ++w) {
           const int end = (first + w) / points;
-          x[w] = static_cast<T>(low[end] + step[end] * ((first + w) % points + 1));
-          pivot[w] = 1;
-          negative[w] = 0;
+          each[w] = static_cast<T>(low[end] + step[end] * ((first + w) % points + 1));
         }
+        using Points = Lanes<T, lanes>;
+        using V = typename Points::V;
+        const Points x = Points::load(each);
+        Points pivot = Points::splat(1), negative = Points::splat(0);
+        const V zero{}, one = T(1) - V{}, below = T(-1e-30) - V{};
         T square = 0;
         for (int i = 0; i < t.size; ++i) {
           const T d = t.diagonal[i];
-          for (int w = 0; w < lanes; ++w) {
-            T next = d - x[w] - square / pivot[w];
+          for (int w = 0; w < Points::count; ++w) {
+            const V next = d - x.v[w] - square / pivot.v[w];
             // A zero pivot becomes a tiny negative one, so that the next is finite.
-            next = next == 0 ? -static_cast<T>(1e-30) : next;
-            negative[w] += next < 0 ? T(1) : T(0);
-            pivot[w] = next;
+            pivot.v[w] = next == 0 ? below : next;
+            negative.v[w] += pivot.v[w] < 0 ? one : zero;
           }
           square = t.beside[i] * t.beside[i];
         }
-        for (int w = 0; w < lanes; ++w) counts[first + w] = negative[w];
+        negative.store(counts + first);
       }
       team.sync();
       for (int end = 0; end < ends; ++end) {
