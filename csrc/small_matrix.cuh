@@ -98,9 +98,13 @@ struct SmallMatrix {
     team.sync();
   }
 
-  CK_FN void copy(const T* from, T* to) const {
+  CK_FN void copy(const T* from, T* to, T factor = 1) const {
     for (int j = team.rank * width; j < N; j += team.size * width)
-      for (int i = 0; i < N; ++i) Strip::load(from + i * N + j).store(to + i * N + j);
+      for (int i = 0; i < N; ++i) {
+        Strip row = Strip::load(from + i * N + j);
+        row.scale(factor);
+        row.store(to + i * N + j);
+      }
     team.sync();
   }
 
@@ -115,8 +119,8 @@ struct SmallMatrix {
     team.sync();
   }
 
-  CK_FN void add_identity(T* a) const {
-    for (int i = team.rank; i < N; i += team.size) a[i * N + i] += 1;
+  CK_FN void add_identity(T* a, T factor = 1) const {
+    for (int i = team.rank; i < N; i += team.size) a[i * N + i] += factor;
     team.sync();
   }
 
@@ -144,15 +148,24 @@ struct SmallMatrix {
         const Wide right = Wide::load(b + k * N + j0);
         for (int i = 0; i < tile_rows; ++i) sum[i].add_product(Wide::splat(static_cast<Acc>(a[(i0 + i) * N + k])), right);
       }
+      const bool on_diagonal = i0 < j0 + columns && j0 < i0 + tile_rows;
       for (int i = 0; i < tile_rows; ++i) {
         Acc each[columns];
         sum[i].scale(static_cast<Acc>(alpha));
         sum[i].store(each);
-        for (int w = 0; w < columns; ++w) {
-          if (symmetric && i0 + i > j0 + w) continue;
-          if (i0 + i == j0 + w) each[w] += static_cast<Acc>(beta);
-          c[(i0 + i) * N + j0 + w] = static_cast<C>(each[w]);
-          if (symmetric) c[(j0 + w) * N + i0 + i] = static_cast<C>(each[w]);
+        C* row = c + (i0 + i) * N + j0;
+        C* column = c + j0 * N + i0 + i;
+        if (on_diagonal) {
+          for (int w = 0; w < columns; ++w) {
+            if (symmetric && i0 + i > j0 + w) continue;
+            if (i0 + i == j0 + w) each[w] += static_cast<Acc>(beta);
+            row[w] = static_cast<C>(each[w]);
+            if (symmetric) column[w * N] = static_cast<C>(each[w]);
+          }
+        } else {
+          for (int w = 0; w < columns; ++w) row[w] = static_cast<C>(each[w]);
+          if (symmetric)
+            for (int w = 0; w < columns; ++w) column[w * N] = static_cast<C>(each[w]);
         }
       }
     }
@@ -327,31 +340,42 @@ struct SmallMatrix {
     const double mean = size < 2.9 * trace / n ? trace / n : size / 2;
     if (!(mean > 0) || !finite(mean)) return lost(size, out, residual);
     load(source, 1 / mean, 0, false, y);
-    for (int i = team.rank; i < N; i += team.size)
-      for (int j = 0; j < N; ++j) z[i * N + j] = i == j ? T(1) : T(0);
-    team.sync();
     const T wanted = static_cast<T>(root(unit) / 5);
     T error = 0;
     for (int step = 0; step < newton_steps; ++step) {
-      multiply<T, true>(z, y, c, -0.5, 0.5);
+      // z begins as I, so that the first step needs no product with it.
+      if (step == 0) {
+        copy(y, c, T(-0.5));
+        add_identity(c, T(0.5));
+      } else {
+        multiply<T, true>(z, y, c, -0.5, 0.5);
+      }
       error = 2 * largest(c, scratch);
       if (!(error < 1e3)) return lost(size, out, residual);
-      if (error <= wanted) break;
+      if (step > 0 && error <= wanted) break;
       add_identity(c);
-      multiply<T, true>(c, z, d, 1, 0);
-      copy(d, z);
+      if (step == 0) {
+        copy(c, z);
+      } else {
+        multiply<T, true>(c, z, d, 1, 0);
+        copy(d, z);
+      }
       if (error * error <= wanted) break;
       multiply<T, true>(y, c, d, 1, 0);
       copy(d, y);
     }
     if (!(error * error <= 4 * wanted)) return lost(size, out, residual);
+    T before = 1;
     for (int step = 0;; ++step) {
       load(source, 1 / mean, 0, false, d);
       multiply<double, false>(d, z, product, 1, 0);
       multiply<double, true>(z, product, d, -1, 1);
       residual = largest(d, scratch);
-      // After a correction the residual is 3/4 of its square, plus what rounding z to T costs: at most two are useful.
+      // After a correction the residual is 3/4 of its square, plus what rounding z to T costs: at most two are useful,
+      // and one where n residual, which bounds the norm, squares to less than u.
       if (step == 2 || residual <= 2 * static_cast<T>(unit)) break;
+      if (step == 1 && n * before * n * before <= static_cast<T>(unit)) break;
+      before = residual;
       multiply<T, true>(z, d, y, 0.5, 0);
       add(y, z);
     }
@@ -635,26 +659,28 @@ struct SmallMatrix {
       double step[ends];
       for (int end = 0; end < ends; ++end) step[end] = (high[end] - low[end]) / (points + 1);
       for (int first = team.rank * lanes; first < ends * points; first += team.size * lanes) {
-        T x[lanes], pivot[lanes], negative[lanes];
+        T each[lanes];
         for (int w = 0; w < lanes; ++w) {
           const int end = (first + w) / points;
-          x[w] = static_cast<T>(low[end] + step[end] * ((first + w) % points + 1));
-          pivot[w] = 1;
-          negative[w] = 0;
+          each[w] = static_cast<T>(low[end] + step[end] * ((first + w) % points + 1));
         }
+        using Points = Lanes<T, lanes>;
+        using V = typename Points::V;
+        const Points x = Points::load(each);
+        Points pivot = Points::splat(1), negative = Points::splat(0);
+        const V zero{}, one = T(1) - V{}, below = T(-1e-30) - V{};
         T square = 0;
         for (int i = 0; i < t.size; ++i) {
           const T d = t.diagonal[i];
-          for (int w = 0; w < lanes; ++w) {
-            T next = d - x[w] - square / pivot[w];
+          for (int w = 0; w < Points::count; ++w) {
+            const V next = d - x.v[w] - square / pivot.v[w];
             // A zero pivot becomes a tiny negative one, so that the next is finite.
-            next = next == 0 ? -static_cast<T>(1e-30) : next;
-            negative[w] += next < 0 ? T(1) : T(0);
-            pivot[w] = next;
+            pivot.v[w] = next == 0 ? below : next;
+            negative.v[w] += pivot.v[w] < 0 ? one : zero;
           }
           square = t.beside[i] * t.beside[i];
         }
-        for (int w = 0; w < lanes; ++w) counts[first + w] = negative[w];
+        negative.store(counts + first);
       }
       team.sync();
       for (int end = 0; end < ends; ++end) {
