@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from .. import orthogonalize
 from ..heads.discover import Where
 from ..heads.layout import LayoutFunction
+from ..orthogonalize import warmup as warmup_heads
 from .apply import locate, resolve
 
 
@@ -36,4 +36,4 @@ def warmup(
     """
     with torch.inference_mode(False), torch.no_grad():
         targets = resolve(locate(model, where=where, layouts=layouts, strict=False))
-        return orthogonalize.warmup([target.heads for target in targets], method=method)
+        return warmup_heads([target.heads for target in targets], method=method)
