@@ -32,6 +32,9 @@ def load() -> Extension:
             False, False, "not built; python -m conditioned_kernels.build compiles it (needs a C++ compiler)"
         )
     record = _record(library)
+    if "sources" in record and record["sources"] != _sources():
+        why = f"{library} was built from other sources; python -m conditioned_kernels.build compiles it again"
+        return Extension(False, False, why)
     try:
         torch.ops.load_library(str(library))
     except (OSError, RuntimeError) as error:
@@ -49,6 +52,12 @@ def find() -> Path | None:
         if (folder / LIBRARY).is_file():
             return folder / LIBRARY
     return None
+
+
+def _sources() -> str:
+    from .build import source_digest
+
+    return source_digest()
 
 
 def _record(library: Path) -> dict:

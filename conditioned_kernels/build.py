@@ -11,6 +11,7 @@ the GPU architectures and ``MAX_JOBS`` the number of compilers at once (default 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -46,6 +47,15 @@ def source_folder() -> Path:
         if (folder / "ops.cpp").is_file():
             return folder
     raise CannotBuild(f"the C++ sources are missing: no csrc in {_HERE} or {_HERE.parent}")
+
+
+def source_digest() -> str:
+    """Identifies the sources, so that a library of other sources is not taken for this package's; "" without them."""
+    try:
+        files = sorted(source_folder().iterdir())
+    except CannotBuild:
+        return ""
+    return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def user_folder() -> Path:
@@ -168,6 +178,7 @@ def build(folder: Path, *, cuda: bool = True) -> Path:
             "torch": _torch_version(torch),
             "stable_abi": "2.10",
             "machine": platform.machine(),
+            "sources": source_digest(),
             "cuda": architectures(os.environ.get("TORCH_CUDA_ARCH_LIST")) if nvcc else [],
         }
         folder.mkdir(parents=True, exist_ok=True)

@@ -564,6 +564,8 @@ def test_foreign_libraries_never_break_the_import(tmp_path: Path) -> None:
     assert "damaged, or for another machine" in said and "True" in said
     (package / build.RECORD).write_text(json.dumps({**record, "machine": "s390x"}))
     assert "wrong architecture" in ask(tmp_path, LOOK)
+    (package / build.RECORD).write_text(json.dumps({**record, "sources": "older"}))
+    assert "was built from other sources" in ask(tmp_path, LOOK)
     library.unlink()
     assert "not built" in ask(tmp_path, LOOK)
     assert "switched off" in ask(tmp_path, LOOK, CK_NO_EXTENSION="1")
