@@ -250,8 +250,9 @@ def _unfold(out: tuple[Tensor, ...], size: int) -> tuple:
 
 
 def _gram_vmap(info: Any, in_dims: tuple, weights: Tensor) -> tuple[Tensor, int]:
-    gram = native().gram(_front(weights, in_dims[0], info.batch_size))
-    return gram.unflatten(0, (info.batch_size, -1)), 0
+    size = info.batch_size
+    (gram,), _ = _unfold((native().gram(_front(weights, in_dims[0], size)),), size)
+    return gram, 0
 
 
 def _gram_factor_vmap(info: Any, in_dims: tuple, gram: Tensor, method: str) -> tuple:

@@ -353,16 +353,19 @@ def _extremes_gram(w: Tensor, rtol: float, small: SmallMatrix) -> Tensor:
     gram, terms = small.gram_terms(w)
     rounding = gram_rounding(gram, terms).double()
     usable = rounding.isfinite() & (rounding > _smallest_rounding(gram.dtype))
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    values = small.extremes(torch.where(usable[:, None, None], gram, identity), rounding, rtol)
+    values = small.extremes(gram, rounding, rtol)
     return torch.where(usable, values.clamp_min(0).sqrt_(), torch.nan)
 
 
 def extremes(gram: Tensor, rounding: Tensor, rtol: float) -> Tensor:
     """(6, b) float64: lambda_max, its low, its high, lambda_min, its low, its high, of the exact Gram matrices.
 
-    ``rounding`` (b,) bounds the distance of ``gram``'s eigenvalues from theirs. LAPACK's are good to about r u ||G||.
+    ``rounding`` (b,) bounds the distance of ``gram``'s eigenvalues from theirs; where it is not finite, neither is the
+    matrix, and the values mean nothing. LAPACK's are good to about r u ||G||.
     """
+    # LAPACK's eigensolver raises for the whole batch on one NaN.
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    gram = torch.where(rounding.isfinite()[:, None, None], gram, identity)
     delta = rounding + (_unit(gram) * gram.shape[-1] * torch.linalg.matrix_norm(gram)).double()
     values = torch.linalg.eigvalsh(gram).double()
     low, high = values[:, 0], values[:, -1]

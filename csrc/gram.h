@@ -82,10 +82,8 @@ struct Gram {
     const T* right[tile_j];
     for (int a = 0; a < tile_i; ++a) left[a] = w + (i + a < rows ? i + a : rows - 1) * row_stride;
     for (int b = 0; b < tile_j; ++b) right[b] = w + (j + b < rows ? j + b : rows - 1) * row_stride;
-    for (int a = 0; a < tile_i; ++a)
-      for (int b = 0; b < tile_j; ++b) total[a][b] = V{};
     const int64_t whole = count / lanes * lanes;
-    for (int64_t start = 0; start < count; start += block) {
+    for (int64_t start = 0; start == 0 || start < count; start += block) {
       const int64_t end = start + block < whole ? start + block : whole;
       V sum[tile_i][tile_j];
       for (int a = 0; a < tile_i; ++a)
@@ -107,7 +105,7 @@ struct Gram {
         }
       }
       for (int a = 0; a < tile_i; ++a)
-        for (int b = 0; b < tile_j; ++b) total[a][b] += sum[a][b];
+        for (int b = 0; b < tile_j; ++b) total[a][b] = start == 0 ? sum[a][b] : total[a][b] + sum[a][b];
     }
   }
 

@@ -150,6 +150,94 @@ def test_box_muller_equals_the_reference_at_the_edges_of_its_bits() -> None:
     assert np.array_equal(got.view(np.int32), out.numpy().view(np.int32))
 
 
+# ---- Gram matrices ----------------------------------------------------------------------------------------------
+
+GRAM_ROWS = (1, 3, 17, 63, 64, 65, 80, 128, 200)
+GRAM_COLS = (1, 7, 8, 9, 31, 255, 256, 257, 768, 2048)
+
+
+def layouts(w: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same (b, r, c) values with contiguous columns, contiguous rows, and neither."""
+    b, r, c = w.shape
+    apart = torch.full((b, r + 1, 2 * c + 3), torch.nan, dtype=w.dtype)
+    apart[:, 1:, 3::2] = w
+    head = torch.full((b, r, c + 5), torch.nan, dtype=w.dtype)
+    head[:, :, 5:] = w
+    return {
+        "columns": w.contiguous(),
+        "columns, offset": head[:, :, 5:],
+        "rows": w.mT.contiguous().mT,
+        "heads side by side": w.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+        "strided": apart[:, 1:, 3::2],
+    }
+
+
+@pytest.mark.parametrize("dtype", WORK)
+@pytest.mark.parametrize("rows", GRAM_ROWS)
+def test_gram_is_within_its_bound_over_sizes_and_strides(rows: int, dtype: torch.dtype) -> None:
+    """Element by element, k u |W||W|^T with the k that the brackets rest on."""
+    generator = torch.Generator().manual_seed(rows)
+    for cols in GRAM_COLS:
+        w = (1 + torch.rand(2, rows, cols, dtype=torch.float64, generator=generator)).to(dtype)
+        w[1] = torch.randn(rows, cols, generator=generator).to(dtype)
+        exact = w.double() @ w.double().mT
+        sizes = w.double().abs() @ w.double().abs().mT
+        own = 2 * cols * unit(torch.float64)  # the float64 product's
+        allowed = (1.01 * _ops.gram_terms(cols, dtype) * unit(dtype) + own) * sizes
+        for name, view in layouts(w).items():
+            gram = _ops.gram(view)
+            assert gram.is_contiguous() and torch.equal(gram, gram.mT), (cols, name)
+            assert ((gram.double() - exact).abs() <= allowed).all(), (cols, name)
+
+
+@pytest.mark.parametrize("cols", [1, 9, 257, 768, 5000])
+def test_gram_eigenvalues_are_within_their_bound(cols: int) -> None:
+    """All signs equal: rounding errors add up as they do nowhere else, and the trace is close to the norm."""
+    w = 1 + 1e-3 * torch.rand(4, 24, cols, generator=torch.Generator().manual_seed(0))
+    for view in layouts(w).values():
+        gram, terms = _ops.SMALL_MATRIX["extension"].gram_terms(view)
+        exact = torch.linalg.eigvalsh(view.double() @ view.double().mT)
+        error = (torch.linalg.eigvalsh(gram.double()) - exact).abs().amax(-1)
+        assert (error <= _torch.gram_rounding(gram, terms).double() + 1e-13 * exact[:, -1]).all()
+
+
+def test_gram_keeps_nan_and_infinity_where_they_are() -> None:
+    for bad in (torch.nan, torch.inf):
+        for row, col in ((0, 0), (16, 70), (4, 31)):
+            w = torch.rand(3, 17, 71) + 0.5
+            w[1, row, col] = bad
+            for view in layouts(w).values():
+                gram = _ops.gram(view)
+                touched = torch.zeros(3, 17, 17, dtype=torch.bool)
+                touched[1, row] = touched[1, :, row] = True
+                assert torch.equal(gram.isfinite(), ~touched)
+
+
+@pytest.mark.parametrize("dtype", WORK)
+def test_gram_does_not_depend_on_threads_or_batch(dtype: torch.dtype) -> None:
+    w = torch.randn(7, 33, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = torch.get_num_threads()
+    try:
+        for view in layouts(w).values():
+            results = []
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                results.append(_ops.gram(view))
+            assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+            assert torch.equal(results[0], torch.cat([_ops.gram(view[i : i + 1]) for i in range(7)]))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_gram_of_nothing_and_of_broadcast_rows() -> None:
+    assert _ops.gram(torch.empty(0, 4, 9)).shape == (0, 4, 4)
+    assert _ops.gram(torch.empty(2, 0, 9)).shape == (2, 0, 0)
+    assert torch.equal(_ops.gram(torch.empty(2, 3, 0)), torch.zeros(2, 3, 3))
+    assert torch.equal(_ops.gram(torch.empty(2, 0, 3).mT), torch.zeros(2, 3, 3))
+    assert torch.equal(_ops.gram(torch.ones(1, 1, 5).expand(2, 3, 5)), torch.full((2, 3, 3), 5.0))
+    assert torch.equal(_ops.gram(torch.ones(1, 3, 1).expand(2, 3, 5)), torch.full((2, 3, 3), 5.0))
+
+
 # ---- factors ----------------------------------------------------------------------------------------------------
 
 
@@ -366,6 +454,8 @@ def test_opcheck_of_every_op() -> None:
     native = _ops.native()
     weights = torch.randn(2, 3, 5, 9)
     calls = (
+        (native.gram.default, (weights[0],)),
+        (native.gram.default, (weights[0].double().mT,)),
         (native.gram_factor.default, (gram, "polar")),
         (native.gram_factor.default, (gram.double().mT, "qr")),
         (native.spectrum_bracket.default, (gram, torch.zeros(4).double(), 1e-3, 6)),
@@ -405,6 +495,10 @@ def test_vmap_and_fullgraph_compile(backend: str) -> None:
 def test_vmap_of_the_compiled_ops() -> None:
     gram = gram_of(torch.linspace(1, 2, 6).double(), 12, torch.float32)
     native = _ops.native()
+    w = torch.randn(4, 3, 6, 9)
+    assert torch.equal(
+        torch.vmap(native.gram, in_dims=1)(w).transpose(0, 1), native.gram(w.flatten(0, 1)).view(4, 3, 6, 6)
+    )
     mapped = torch.vmap(lambda g: native.gram_factor(g, "qr"), in_dims=1)(gram.view(4, 3, 6, 6))
     assert torch.equal(mapped[0].transpose(0, 1).reshape(12, 6, 6), native.gram_factor(gram, "qr")[0])
     error = torch.zeros(4).double()
@@ -416,6 +510,8 @@ def test_vmap_of_the_compiled_ops() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda n: n.gram(torch.ones(2, 2)), "weights must be"),
+        (lambda n: n.gram(torch.ones(1, 2, 2).half()), "float32 or float64"),
         (lambda n: n.gram_factor(torch.ones(2, 2), "polar"), "gram must be"),
         (lambda n: n.gram_factor(torch.ones(1, 2, 3), "polar"), "gram must be"),
         (lambda n: n.gram_factor(torch.ones(1, 2, 2).half(), "polar"), "float32 or float64"),
