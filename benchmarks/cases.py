@@ -196,7 +196,7 @@ CASES: tuple[Case, ...] = (
         "condition_number",
         "condition number: 432 heads of 768x64, float32",
         lambda: condition(432, 768, 64, 1e-3),
-        {KAPPA: 1e-4},
+        {KAPPA: 1e-3},
         {"linalg.cond": 4},
     ),
     Case(

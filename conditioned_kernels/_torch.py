@@ -320,11 +320,14 @@ def _spectrum_chunk(w: Tensor, rtol: float, small: SmallMatrix) -> tuple[Tensor,
     work = _WORK[w.dtype]
     wide = _WIDE.get(work, work)
     levels: list[Callable[[Tensor], Tensor]] = [
-        lambda w: _extremes_gram(w if small.halves else w.to(work), rtol, small)
+        lambda w: _extremes_gram(w if small.halves else w.to(work), rtol, small),
+        lambda w: _extremes_gram(w.to(wide), rtol, small),
+        lambda w: _extremes_svd(w.to(wide)),
     ]
-    if wide != work:
-        levels.append(lambda w: _extremes_gram(w.to(wide), rtol, small))
-    levels.append(lambda w: _extremes_svd(w.to(wide)))
+    # A Gram matrix sums at least 8 terms, so its bracket is at least 8 u trace / lambda_min >= 8 u r wide.
+    hopeless = rtol < 4 * torch.finfo(work).eps * w.shape[-2]
+    if wide == work or hopeless:
+        levels.pop(0)
     values = torch.empty(6, w.shape[0], dtype=torch.float64, device=w.device)
     open_ = torch.arange(w.shape[0], device=w.device)
     for level in levels:

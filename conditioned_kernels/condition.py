@@ -91,8 +91,9 @@ def condition_number(weights: Tensor, *, rtol: float = 1e-3, backend: str = "aut
 
     Notes
     -----
-    *Accuracy.* The bracket contains the exact kappa of the stored matrix; ``kappa`` itself is good to about
-    1e-6 in float32. kappa is infinite where sigma_min <= max(rows, cols) * eps(float64) * sigma_max.
+    *Accuracy.* The bracket contains the exact kappa of the stored matrix, and so ``kappa`` is good to the width of
+    the bracket; on the torch backend it is good to about 1e-6 in float32 whatever ``rtol``. kappa is infinite where
+    sigma_min <= max(rows, cols) * eps(float64) * sigma_max.
     *Cost.* For rows >= cols: 2 rows cols^2 flops and one read of W, plus an eigenvalue solve of size cols.
     *Source.* Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.1; Weyl's inequality.
     """

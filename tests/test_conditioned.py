@@ -856,3 +856,19 @@ def test_registered_layouts_serve_every_later_call(monkeypatch: pytest.MonkeyPat
     for cls, layout in ((3, Free.views), (int, Free.views), (Free, "views")):
         with pytest.raises(TypeError, match=r"must be"):
             ck.register_layout(cls, layout)
+
+
+def test_verify_sees_one_singular_value_that_is_slightly_off() -> None:
+    """A head is judged by the far ends of its brackets, which must be tighter than what is being looked for."""
+    model = nn.MultiheadAttention(256, 4)
+    ck.conditioned_(model)
+    assert ck.verify(model).ok
+    with torch.no_grad():
+        head = model.in_proj_weight[64:128]  # head 1 of W_Q
+        u, s, vh = torch.linalg.svd(head.double(), full_matrices=False)
+        s[7] *= 1.0003
+        head.copy_((u * s) @ vh)
+    report = ck.verify(model)
+    assert not report.ok
+    assert "head 1 has" in report.failures[0]
+    assert len(report.failures) == 1

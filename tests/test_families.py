@@ -16,8 +16,7 @@ import conditioned_kernels as ck
 from conditioned_kernels.heads import FAMILIES, Discovery, Projection
 from conditioned_kernels.heads.layout import LATENT, HeadView, attribute
 from conditioned_kernels.heads.probe import probe_layers
-from conditioned_kernels.initialize.apply import resolve
-from conditioned_kernels.verify import sigma_tolerance
+from conditioned_kernels.initialize.apply import resolve, sigma_tolerance
 
 from .models import CASES, Case
 

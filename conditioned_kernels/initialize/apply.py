@@ -168,8 +168,13 @@ def resolve(found: Discovery) -> list[Target]:
     return targets
 
 
+def sigma_tolerance(dtype: torch.dtype) -> float:
+    """Largest |sigma / gain - 1| a conditioned head may have: 1e-5 in float32, 1e-11 in float64, eps in half types."""
+    return {torch.float32: 1e-5, torch.float64: 1e-11}.get(dtype) or torch.finfo(dtype).eps
+
+
 def measure(target: Target, heads: Tensor, *, made: str, gain: float) -> ProjectionReport:
-    """kappa and singular values of ``heads`` (*heads, head_dim, in_features) as they are stored."""
+    """kappa and singular values of ``heads`` (*heads, head_dim, in_features) as stored, to half the tolerance."""
     flat = heads.reshape(-1, *heads.shape[-2:])
     return ProjectionReport(
         layer=target.layer.name,
@@ -182,7 +187,7 @@ def measure(target: Target, heads: Tensor, *, made: str, gain: float) -> Project
         dtype=heads.dtype,
         made=made,
         gain=gain,
-        estimate=condition_number(flat),
+        estimate=condition_number(flat, rtol=min(1e-3, sigma_tolerance(heads.dtype) / 2)),
         stacked_rank=stacked_rank(flat),
     )
 
