@@ -51,6 +51,24 @@ def drawn(layers: int, heads: int, rows: int, cols: int, dtype: torch.dtype) -> 
     return lambda: _ops.semi_orthogonal_(tensors, keys, [1.0] * layers, "polar", _redraw("polar"))
 
 
+def newton_schulz() -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """gram-newton-schulz where it is installed, with its kernels if it can: an optimizer's accuracy, not ours."""
+    try:
+        from gram_newton_schulz import GramNewtonSchulz
+    except ImportError:
+        return None
+    try:
+        return GramNewtonSchulz(compile_kwargs=None)
+    except ImportError:  # its kernels need a package of their own
+        return GramNewtonSchulz(ns_use_kernels=False, compile_kwargs=None)
+
+
+def residual(q: torch.Tensor) -> float:
+    """max |Q Q^T - I|, rows at most columns."""
+    gram = q.double() @ q.double().mT
+    return float((gram - torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)).abs().max())
+
+
 def rows(budget: float) -> list[dict]:
     generator = torch.Generator(DEVICE).manual_seed(0)
     result = []
@@ -94,6 +112,8 @@ def rows(budget: float) -> list[dict]:
             8,
             lambda small=small: torch.linalg.svd(small, full_matrices=False),
         )
+        if (peer := newton_schulz()) is not None:
+            add(case, "gram-newton-schulz", 3072, lambda w=w, peer=peer: peer(w), residual(peer(w[:8])))
         del w, small
     case = "init 48 layers x 12 heads 768x64 float32"
     run = drawn(48, 12, 64, 768, torch.float32)
@@ -104,6 +124,8 @@ def rows(budget: float) -> list[dict]:
         case = f"whole matrix {size}x{size} float32"
         run = lambda w=w: ck.orthogonalize(w, backend="triton")  # noqa: E731
         add(case, "orthogonalize, triton", 1, run, float(certificate.residual.max()))
+        if (peer := newton_schulz()) is not None:
+            add(case, "gram-newton-schulz", 1, lambda w=w, peer=peer: peer(w), residual(peer(w)))
         add(case, "torch.linalg.qr", 1, lambda w=w: torch.linalg.qr(w))
         add(case, "torch.linalg.svd", 1, lambda w=w: torch.linalg.svd(w))
     return result

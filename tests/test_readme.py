@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+import conditioned_kernels as ck
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -36,6 +38,44 @@ def test_python_examples_run():
     assert len(blocks) >= 3
     for block in blocks:
         exec(block, names)
+
+
+class Packed(nn.Module):
+    """Shaped like flash-attention's MHA."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.Wqkv = 4, nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = self.Wqkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+class Apart(nn.Module):
+    """Shaped like x-transformers' Attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = 4
+        self.to_q, self.to_k, self.to_v = (nn.Linear(16, 32, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.to_q, self.to_k, self.to_v))
+        return (q @ k.mT).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(("cls", "example"), [(Packed, "packed"), (Apart, "separate")])
+def test_registration_examples_agree_with_the_forward(cls, example):
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        if f"def {example}(" in block:
+            exec(block, names)
+    layouts = {cls: names[example]}
+    model = cls()
+    assert ck.probe(model, torch.randn(1, 3, 16), layouts=layouts).ok
+    assert len(ck.conditioned_(model, layouts=layouts).touched) == 3
+    assert ck.probe(model, torch.randn(1, 3, 16), layouts=layouts).ok
 
 
 def test_command_line_examples_name_commands_that_exist():
