@@ -195,7 +195,7 @@ def test_gram_eigenvalues_are_within_their_bound(cols: int) -> None:
     """All signs equal: rounding errors add up as they do nowhere else, and the trace is close to the norm."""
     w = 1 + 1e-3 * torch.rand(4, 24, cols, generator=torch.Generator().manual_seed(0))
     for view in layouts(w).values():
-        gram, terms = _ops.SMALL_MATRIX["extension"].gram_terms(view)
+        gram, terms = _ops.small_matrix("extension", view).gram_terms(view)
         exact = torch.linalg.eigvalsh(view.double() @ view.double().mT)
         error = (torch.linalg.eigvalsh(gram.double()) - exact).abs().amax(-1)
         assert (error <= _torch.gram_rounding(gram, terms).double() + 1e-13 * exact[:, -1]).all()
