@@ -13,7 +13,7 @@ from torch.utils._pytree import register_pytree_node
 from . import _ops, _torch, _validate
 from ._backend import BACKENDS, choose_backend
 from ._status import Status, sentences
-from .sampling import philox_normal, stream_key
+from .sampling import philox_normal, resolve_seed, stream_key
 
 METHODS = ("polar", "qr")
 
@@ -220,8 +220,7 @@ def semi_orthogonal_(
     gain = _validate.positive(gain, "gain")
     _validate.choice(method, "method", METHODS)
     place = choose_backend(backend, tensor.device, tensor.dtype, min(tensor.shape[-2:]))
-    if generator is not None:
-        seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
+    seed = resolve_seed(seed, generator)
     if tensor.numel() == 0:
         return tensor
     rows, cols = tensor.shape[-2:]
@@ -243,10 +242,7 @@ def semi_orthogonal_(
         direct = tensor.dtype == work and tensor.device == place.device and tensor.is_contiguous()
         q = tensor.view(-1, rows, cols) if direct else torch.empty_like(gaussian)
         _, status = _ops.orthogonalize(place.name, _short_first(gaussian), method, _short_first(q))
-        if failed := sentences(status):
-            raise RuntimeError(
-                f"semi_orthogonal drew a numerically singular matrix ({'; '.join(failed)}); use another seed"
-            )
+        _refuse_singular(status)
         if gain != 1.0:
             q.mul_(gain)
         if not direct:
@@ -309,12 +305,17 @@ def _redraw(method: str) -> Callable[[int, int, tuple[int, int], torch.device], 
         wide = _short_first(samples)
         q, residual = torch.empty_like(wide), torch.full((1,), torch.inf, device=device)
         q, residual, status = _torch.careful(wide, q, residual, method)
-        if failed := sentences(status):
-            what = "; ".join(failed)
-            raise RuntimeError(f"semi_orthogonal drew a numerically singular matrix ({what}); use another seed")
+        _refuse_singular(status)
         return (q if rows < cols else q.mT)[0]
 
     return draw
+
+
+def _refuse_singular(status: Tensor) -> None:
+    if failed := sentences(status):
+        raise RuntimeError(
+            f"semi_orthogonal drew a numerically singular matrix ({'; '.join(failed)}); use another seed"
+        )
 
 
 def _short_first(matrices: Tensor) -> Tensor:

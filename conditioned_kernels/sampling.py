@@ -51,6 +51,13 @@ def stream_key(seed: int, name: str, role: str = "") -> int:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "little")
 
 
+def resolve_seed(seed: int, generator: torch.Generator | None) -> int:
+    """``seed``, or one 63-bit draw from ``generator`` if there is one."""
+    if generator is None:
+        return seed
+    return int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
+
+
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, ...]:
     """Philox4x32-10 on int64 tensors that hold 32-bit words.
 

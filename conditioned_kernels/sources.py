@@ -232,8 +232,7 @@ def _checkpoint_job(
     def fill(layer: AttentionLayer) -> None:
         for projection in layer.projections:
             file_name = names[layer.parameter_name(projection)]
-            path, _, attribute = projection.parameter.rpartition(".")
-            owner = layer.module.get_submodule(path)
+            owner, attribute = layer.owner(projection), projection.parameter.rpartition(".")[2]
             _check_stored(file_name, checkpoint.entries[file_name], getattr(owner, attribute))
             owner._parameters[attribute] = nn.Parameter(stored(file_name).clone())
 

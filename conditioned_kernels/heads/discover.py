@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .families import FAMILIES, NOT_ATTENTION, Family
 from .layout import LayoutError, LayoutFunction, Projection, attribute, from_views
-from .wrappers import full_name, own_name, quiet_parametrizations, unwrap
+from .wrappers import full_name, look_through, own_name, quiet_parametrizations, unwrap
 
 Where = Callable[[str, nn.Module], bool]
 
@@ -64,6 +64,14 @@ class AttentionLayer:
         if not isinstance(weight, Tensor):
             raise LayoutError(f"{self.parameter_name(projection)} must be a tensor, got {type(weight).__name__}")
         return weight
+
+    def owner(self, projection: Projection) -> nn.Module:
+        """The module that holds the projection's weight, inside any wrappers and adapters."""
+        path = projection.parameter.rpartition(".")[0]
+        owner = attribute(self.module, path)
+        if not isinstance(owner, nn.Module):
+            raise LayoutError(f"{self.name}.{path} must be a module, got {type(owner).__name__}")
+        return look_through(owner)[0]
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,11 @@ class Projection:
     view: View
     part: str = ""
 
+    @property
+    def label(self) -> str:
+        """The role with its part: "q", "k.rope". Part of the sample stream's key."""
+        return f"{self.role}.{self.part}" if self.part else self.role
+
 
 ROLES = ("q", "k", "v", "kv")
 

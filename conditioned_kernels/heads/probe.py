@@ -25,8 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from .discover import AttentionLayer, Discovery, Where, find_attention
-from .layout import LATENT, POSITION, LayoutFunction, Projection, attribute
-from .wrappers import look_through
+from .layout import LATENT, POSITION, LayoutFunction, Projection
 
 STATES = 19
 """Samples: the zero state, then random ones. A prime, so that few other axes of a model are multiples of it."""
@@ -173,7 +172,7 @@ def _instrumented(layer: AttentionLayer, rows: dict[str, list[ProbeRow]]) -> Ite
     owners: dict[nn.Module, tuple[bool, set[int]]] = {}
     for projection in layer.projections:
         is_convolution = layer.weight(projection).ndim > 2
-        owners.setdefault(_owner(layer, projection), (is_convolution, set()))[1].add(_width(layer, projection))
+        owners.setdefault(layer.owner(projection), (is_convolution, set()))[1].add(_width(layer, projection))
 
     def record(owner: nn.Module, args: tuple, kwargs: dict) -> None:
         seen.inputs += [value for value in args if isinstance(value, Tensor)]
@@ -300,8 +299,7 @@ def _row(layer: AttentionLayer, projection: Projection, seen: _Seen) -> ProbeRow
         else:
             continue
         break
-    label = f"{projection.role}.{projection.part}" if projection.part else projection.role
-    return ProbeRow(layer.name, layer.parameter_name(projection), label, heads.shape[0], tuple(error))
+    return ProbeRow(layer.name, layer.parameter_name(projection), projection.label, heads.shape[0], tuple(error))
 
 
 def _operands(seen: _Seen, projection: Projection, channel: bool) -> Iterator[Tensor]:
@@ -427,11 +425,3 @@ def _relative(found: Tensor, wanted: Tensor, axes: tuple[int, ...]) -> list[floa
 
 def _width(layer: AttentionLayer, projection: Projection) -> int:
     return projection.view(layer.weight(projection)).shape[-1]
-
-
-def _owner(layer: AttentionLayer, projection: Projection) -> nn.Module:
-    path = projection.parameter.rpartition(".")[0]
-    owner = attribute(layer.module, path)
-    if not isinstance(owner, nn.Module):
-        raise TypeError(f"{layer.name}.{path} must be a module, got {type(owner).__name__}")
-    return look_through(owner)[0]

@@ -19,8 +19,8 @@ from torch.nn.utils import parametrize
 from .. import _validate
 from ..condition import condition_number
 from ..heads.discover import AttentionLayer, Discovery, NoAttentionFound, Where, find_attention
-from ..heads.layout import LayoutError, LayoutFunction, Projection, attribute
-from ..heads.wrappers import is_adapted, look_through, parametrizations, quiet_parametrizations
+from ..heads.layout import LayoutError, LayoutFunction, Projection
+from ..heads.wrappers import is_adapted, parametrizations, quiet_parametrizations
 from .init_report import InitReport, ProjectionReport, stacked_rank
 
 MARK = "_conditioned_kernels"
@@ -63,7 +63,7 @@ class Target:
     @property
     def stream_role(self) -> str:
         """Role in the sample stream's key: the role, and the part where there is one."""
-        return f"{self.projection.role}.{self.projection.part}" if self.projection.part else self.projection.role
+        return self.projection.label
 
 
 @dataclass(frozen=True)
@@ -159,12 +159,8 @@ def resolve(found: Discovery) -> list[Target]:
     targets = []
     for layer in found.layers:
         for projection in layer.projections:
-            path, _, name = projection.parameter.rpartition(".")
-            owner = attribute(layer.module, path)
-            if not isinstance(owner, nn.Module):
-                raise LayoutError(f"{layer.name}.{path} is no module")
-            owner, _ = look_through(owner)
-            targets.append(Target(layer, projection, owner, name, layer.parameter_name(projection)))
+            name = projection.parameter.rpartition(".")[2]
+            targets.append(Target(layer, projection, layer.owner(projection), name, layer.parameter_name(projection)))
     return targets
 
 

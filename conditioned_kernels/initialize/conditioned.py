@@ -13,6 +13,7 @@ from .. import _validate
 from ..heads.discover import Where
 from ..heads.layout import LATENT, ROLES, LayoutFunction
 from ..orthogonalize import grouped, identity_together_, semi_orthogonal, semi_orthogonal_together_
+from ..sampling import resolve_seed
 from .apply import Draw, Target, apply_scheme, named_errors
 from .init_report import InitReport
 
@@ -98,8 +99,7 @@ def conditioned_(
     """
     gains = _gains(gain)
     _validate.choice(value, "value", VALUES)
-    if generator is not None:
-        seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
+    seed = resolve_seed(seed, generator)
 
     sizes: dict[int, float] = {}
     made: dict[int, Tensor] = {}
