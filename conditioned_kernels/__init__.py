@@ -5,7 +5,7 @@ from ._status import Status
 from ._version import __version__
 from .condition import ConditionEstimate, condition_number
 from .heads import LayoutError, NoAttentionFound, find_attention, probe, register_layout
-from .initialize import InitReport, conditioned_, initialize_, mimetic_, random_, warmup
+from .initialize import InitReport, conditioned_, initialize_, mimetic_, random_, warmup, weight_selection_
 from .orthogonalize import Certificate, certify, orthogonalize, semi_orthogonal, semi_orthogonal_
 from .verify import VerifyReport, verify
 
@@ -34,4 +34,5 @@ __all__ = [
     "semi_orthogonal_",
     "verify",
     "warmup",
+    "weight_selection_",
 ]

@@ -6,5 +6,16 @@ from .initialize import SCHEMES, initialize_
 from .mimetic import mimetic_
 from .random import random_
 from .warmup import warmup
+from .weight_selection import weight_selection_
 
-__all__ = ["SCHEMES", "InitReport", "ProjectionReport", "conditioned_", "initialize_", "mimetic_", "random_", "warmup"]
+__all__ = [
+    "SCHEMES",
+    "InitReport",
+    "ProjectionReport",
+    "conditioned_",
+    "initialize_",
+    "mimetic_",
+    "random_",
+    "warmup",
+    "weight_selection_",
+]
