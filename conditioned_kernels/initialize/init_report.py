@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..condition import ConditionEstimate
+
+if TYPE_CHECKING:
+    from .calibrate import CalibrationReport
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class InitReport:
     skipped : (name, reason) of layers or projections of known classes that were left alone.
     unknown : (name, reason) of modules that look like attention but have no layout.
     others : names of the parameters beside the attention weights that a scheme wrote.
+    calibration : the gains and kappa(J) per layer of gain="calibrated"; None elsewhere.
     """
 
     scheme: str
@@ -68,6 +73,7 @@ class InitReport:
     skipped: tuple[tuple[str, str], ...]
     unknown: tuple[tuple[str, str], ...]
     others: tuple[str, ...] = ()
+    calibration: CalibrationReport | None = None
 
     def rows(self) -> list[dict[str, object]]:
         """One dict per head: layer, parameter, role, head, sigma_max, sigma_min, kappa, low, high. Reads the device."""
