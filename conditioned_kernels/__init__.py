@@ -6,12 +6,14 @@ from ._version import __version__
 from .condition import ConditionEstimate, condition_number
 from .heads import LayoutError, NoAttentionFound, find_attention, probe, register_layout
 from .initialize import InitReport, conditioned_, random_, warmup
+from .monitor import ConditioningMonitor
 from .orthogonalize import Certificate, certify, orthogonalize, semi_orthogonal, semi_orthogonal_
 from .verify import VerifyReport, verify
 
 __all__ = [
     "Certificate",
     "ConditionEstimate",
+    "ConditioningMonitor",
     "InitReport",
     "LayoutError",
     "NoAttentionFound",
