@@ -20,7 +20,7 @@ from .activations import Capture, Sampling, compiled_around, uncast
 from .alerts import Alert
 from .records import JACOBIAN, Record, Sink
 from .ring import Ring
-from .weights import Group, Unreadable, Watched, groups, spectrum_records, watch
+from .weights import Unreadable, groups, spectrum_records, watch
 
 METHODS = ("auto", "exact", "lanczos")
 
@@ -49,8 +49,8 @@ class ConditioningMonitor:
     first_step : number of optimizer steps the model has had, where a run is continued.
     flush_every : measured steps after which :meth:`step` flushes by itself.
     capacity : newest records kept in :attr:`records`; sinks get all of them.
-    sinks : objects with ``write(records)`` and ``close()``; see ``conditioned_kernels.integrations``. One that raises is
-        dropped with a warning, and training goes on.
+    sinks : objects with ``write(records)`` and ``close()``; see ``conditioned_kernels.integrations``. One that raises
+        is dropped with a warning, and training goes on.
     alerts : :class:`~conditioned_kernels.monitor.KappaAbove` and its kin, looked at in every flush.
 
     Attributes
@@ -144,9 +144,9 @@ class ConditioningMonitor:
         self._step = before + 1 if number is None else _validate.count(number, "number", least=0)
         if self._captures:
             self._finish(before)
-        if self._step % self._every == 0:
+        if self._step // self._every > before // self._every:
             self._measure()
-        if self._activations_every and self._step % self._activations_every == 0:
+        if (often := self._activations_every) and self._step // often > before // often:
             self._arm()
         if self._measured >= self._flush_every:
             self.flush()
@@ -213,8 +213,8 @@ class ConditioningMonitor:
             )
         if self._activations_every and (name := compiled_around(self._model, found.layers)):
             raise RuntimeError(
-                f"activations_every={self._activations_every} needs forward hooks, and torch.compile ignores hooks that "
-                f"come after it, inside {name}; compile modules other than attention layers, or pass "
+                f"activations_every={self._activations_every} needs forward hooks, and torch.compile ignores hooks "
+                f"that come after it, inside {name}; compile modules other than attention layers, or pass "
                 "activations_every=0: the weights' figures need no hooks"
             )
         self._watched = watched

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -166,7 +167,7 @@ class Group:
     def figures(self, raw: np.ndarray, step: int) -> list[Record]:
         """Records of what :meth:`measure` gave, on the host."""
         (_, short, _) = self.members[0].kind[0]
-        top, _, top_high, bottom, bottom_low, _, trace = raw
+        top, _, _, bottom, bottom_low, _, trace = raw
         with np.errstate(all="ignore"):
             sigma = np.sqrt(np.maximum(raw[:6], 0))  # NaN stays
             sigma_max, sigma_max_low, sigma_max_high, sigma_min, sigma_min_low, sigma_min_high = sigma
@@ -181,22 +182,19 @@ class Group:
             status[zero], kappa[zero], low[zero], high[zero] = int(Status.ZERO_MATRIX), np.inf, np.inf, np.inf
             sigma_max[zero], sigma_min[zero] = 0, 0
             stable_rank = np.where(zero, np.nan, trace / top)
-        columns = (kappa, low, high, sigma_max, sigma_min, stable_rank)
-        return [
-            Record(step, place.watched.target.layer.name, place.watched.target.projection.label, place.head, 0, *row, code)
-            for place, row, code in zip(
-                self.places,
-                zip(*(column.tolist() for column in columns), strict=True),
-                [_NAMES[code] for code in status.tolist()],
-                strict=True,
-            )
-        ]
+        columns = (kappa, low, high, sigma_max, sigma_min, stable_rank, status)
+        records = []
+        for place, row in zip(self.places, zip(*(column.tolist() for column in columns), strict=True), strict=True):
+            layer, label = place.watched.target.layer.name, place.watched.target.projection.label
+            *numbers, code = row
+            records.append(Record(step, layer, label, place.head, 0, *numbers, status=_NAMES[code]))
+        return records
 
     def wants_wide(self, raw: np.ndarray) -> list[bool]:
         """Per member: whether a float32 Gram matrix cannot bracket the kappa of one of its heads to ``rtol``.
 
-        The bracket of kappa is 1 + delta (1 / lambda_min + 1 / lambda_max) wide, delta the rounding bound of the float32
-        Gram matrix. Half of ``rtol`` is left for the proofs.
+        The bracket of kappa is 1 + delta (1 / lambda_min + 1 / lambda_max) wide, with delta the rounding bound of the
+        float32 Gram matrix. Half of ``rtol`` is left for the proofs.
         """
         top, bottom, trace = raw[0], raw[3], raw[6]
         with np.errstate(all="ignore"):
@@ -204,7 +202,7 @@ class Group:
             fits = delta * (1 / bottom + 1 / top) <= self.rtol / 2
             fits &= delta > _torch.smallest_rounding(torch.float32)
         edges = np.cumsum([0, *(len(watched.heads) for watched in self.members)])
-        return [not fits[start:stop].all() for start, stop in zip(edges, edges[1:], strict=False)]
+        return [not fits[start:stop].all() for start, stop in pairwise(edges.tolist())]
 
 
 _NAMES = {int(status): status.name.lower() for status in Status}
@@ -239,7 +237,9 @@ def spectrum_records(watched: Watched, number: int, step: int) -> list[Record]:
     records = []
     for head, sigma in zip(watched.heads, values.tolist(), strict=False):
         kappa = sigma[0] / sigma[-1] if sigma[-1] else math.inf
-        status = Status.NON_FINITE if math.isnan(sigma[0]) else Status.ZERO_MATRIX if sigma[0] == 0 else Status.CONVERGED
+        status = (
+            Status.NON_FINITE if math.isnan(sigma[0]) else Status.ZERO_MATRIX if sigma[0] == 0 else Status.CONVERGED
+        )
         stable_rank = sum(each * each for each in sigma) / sigma[0] ** 2 if sigma[0] else math.nan
         records.append(
             Record(
