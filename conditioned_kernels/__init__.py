@@ -6,17 +6,30 @@ from ._version import __version__
 from .condition import ConditionEstimate, condition_number
 from .heads import LayoutError, NoAttentionFound, find_attention, probe, register_layout
 from .initialize import InitReport, conditioned_, random_, warmup
+from .jacobian import (
+    AttentionHeads,
+    JacobianBound,
+    JacobianEstimate,
+    NoJacobian,
+    jacobian_bound,
+    jacobian_condition,
+    limiting_factor,
+)
 from .monitor import ConditioningMonitor
 from .orthogonalize import Certificate, certify, orthogonalize, semi_orthogonal, semi_orthogonal_
 from .verify import VerifyReport, verify
 
 __all__ = [
+    "AttentionHeads",
     "Certificate",
     "ConditionEstimate",
     "ConditioningMonitor",
     "InitReport",
+    "JacobianBound",
+    "JacobianEstimate",
     "LayoutError",
     "NoAttentionFound",
+    "NoJacobian",
     "Status",
     "VerifyReport",
     "__version__",
@@ -26,6 +39,9 @@ __all__ = [
     "conditioned_",
     "explain_backend",
     "find_attention",
+    "jacobian_bound",
+    "jacobian_condition",
+    "limiting_factor",
     "orthogonalize",
     "probe",
     "random_",
