@@ -64,7 +64,7 @@ class ParquetSink:
 
         if _validate.choice(exist, "exist", _EXIST[:2]) == "error" and Path(path).exists():
             raise FileExistsError(f"{path} exists; pass exist='replace' to replace it")
-        kinds = {"int": pyarrow.int64(), "float": pyarrow.float64(), "str": pyarrow.string()}
+        kinds = {"bool": pyarrow.bool_(), "int": pyarrow.int64(), "float": pyarrow.float64(), "str": pyarrow.string()}
         spectrum = pyarrow.list_(pyarrow.float64())
         self.path = Path(path)
         self._pyarrow = pyarrow
@@ -163,6 +163,7 @@ def _record(row: dict[str, Any]) -> Record:
 
 
 _CASTS: dict[str, Callable[[Any], Any]] = {
+    "bool": lambda value: value in (True, "True"),
     "int": int,
     "float": float,
     "str": str,

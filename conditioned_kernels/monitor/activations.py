@@ -39,6 +39,7 @@ class Sampling:
     method: str
 
 
+ESTIMATES = ("kappa", "low", "high", "effective", "sigma_max", "sigma_min")
 FACTORS = ("kappa_x", "kappa_p", "kappa_lambda", "kappa_q", "kappa_k", "kappa_v")
 
 
@@ -124,7 +125,7 @@ class Capture:
             return [Record(step, self.layer.name, JACOBIAN, -1, status=f"no attention Jacobian: {error}")]
         shape = estimate.kappa.shape
         numbers = self.sampling.heads or range(shape[-1])
-        columns = {name: getattr(estimate, name) for name in ("kappa", "low", "high")}
+        columns = {name: getattr(estimate, name) for name in ESTIMATES}
         columns |= {name: getattr(factors, name) for name in ("bound", *FACTORS)}
         values = {name: column.expand(shape).reshape(-1, shape[-1]).tolist() for name, column in columns.items()}
         status = estimate.status.reshape(-1, shape[-1]).tolist()
@@ -136,6 +137,7 @@ class Capture:
                 head,
                 sample,
                 status=Status(status[sample][i]).name.lower(),
+                theorem=factors.theorem,
                 **{name: value[sample][i] for name, value in values.items()},
             )
             for sample in range(len(status))

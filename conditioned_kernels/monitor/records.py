@@ -28,11 +28,13 @@ class Record:
     kappa : condition number of the head's matrix, or of its attention Jacobian; inf where it is beyond what its
         precision resolves, NaN for a non-finite matrix.
     low, high : bracket of kappa.
-    sigma_max, sigma_min : extreme singular values of the matrix, in units of the weights; NaN in Jacobian rows.
+    sigma_max, sigma_min : extreme singular values, of a weight in its units.
     stable_rank : ||W||_F^2 / sigma_max^2; NaN in Jacobian rows.
     status : "converged" or another :class:`~conditioned_kernels.Status` in lower case; or why there is no figure.
-    bound : of a Jacobian row, the upper bound of Theorem 3.1; NaN elsewhere.
-    kappa_x, kappa_p, kappa_lambda, kappa_q, kappa_k, kappa_v : its factors.
+    effective : of a Jacobian row, kappa over the singular values that are not numerically zero; NaN elsewhere.
+    bound : of a Jacobian row, B(J) of Theorem 3.1; NaN elsewhere.
+    theorem : whether the theorem is about this attention; elsewhere ``bound`` is the same formula and bounds nothing.
+    kappa_x, kappa_p, kappa_lambda, kappa_q, kappa_k, kappa_v : the bound's factors.
     spectrum : every singular value of the matrix, descending, in the extra rows that sampled heads get at the start and
         the end of a run; () elsewhere.
     """
@@ -49,7 +51,9 @@ class Record:
     sigma_min: float = math.nan
     stable_rank: float = math.nan
     status: str = "converged"
+    effective: float = math.nan
     bound: float = math.nan
+    theorem: bool = False
     kappa_x: float = math.nan
     kappa_p: float = math.nan
     kappa_lambda: float = math.nan

@@ -182,13 +182,12 @@ class Group:
             status[zero], kappa[zero], low[zero], high[zero] = int(Status.ZERO_MATRIX), np.inf, np.inf, np.inf
             sigma_max[zero], sigma_min[zero] = 0, 0
             stable_rank = np.where(zero, np.nan, trace / top)
-        columns = (kappa, low, high, sigma_max, sigma_min, stable_rank, status)
-        records = []
-        for place, row in zip(self.places, zip(*(column.tolist() for column in columns), strict=True), strict=True):
-            layer, label = place.watched.target.layer.name, place.watched.target.projection.label
-            *numbers, code = row
-            records.append(Record(step, layer, label, place.head, 0, *numbers, status=_NAMES[code]))
-        return records
+        columns = [column.tolist() for column in (kappa, low, high, sigma_max, sigma_min, stable_rank)]
+        columns.append([_NAMES[code] for code in status.tolist()])
+        return [
+            Record(step, place.watched.target.layer.name, place.watched.target.projection.label, place.head, 0, *row)
+            for place, row in zip(self.places, zip(*columns, strict=True), strict=True)
+        ]
 
     def wants_wide(self, raw: np.ndarray) -> list[bool]:
         """Per member: whether a float32 Gram matrix cannot bracket the kappa of one of its heads to ``rtol``.
