@@ -195,11 +195,14 @@ class Group:
         The bracket of kappa is 1 + delta (1 / lambda_min + 1 / lambda_max) wide, with delta the rounding bound of the
         float32 Gram matrix. Half of ``rtol`` is left for the proofs.
         """
-        top, bottom, trace = raw[0], raw[3], raw[6]
+        top, top_low, top_high, bottom, bottom_low, bottom_high, trace = raw
+        single = torch.finfo(torch.float32)
         with np.errstate(all="ignore"):
-            delta = 1.01 * self.terms * torch.finfo(torch.float32).eps / 2 * trace
-            fits = delta * (1 / bottom + 1 / top) <= self.rtol / 2
-            fits &= delta > _torch.smallest_rounding(torch.float32)
+            delta = 1.01 * self.terms * single.eps / 2 * trace
+            fits = (bottom > 0) & (delta * (1 / bottom + 1 / top) <= self.rtol / 2)
+            fits &= top_high * bottom_high <= (1 + self.rtol) ** 2 * top_low * bottom_low
+            # The squares of the Gram matrix's elements have to stay in range, too.
+            fits &= (delta > _torch.smallest_rounding(torch.float32)) & (trace < single.max**0.5)
         edges = np.cumsum([0, *(len(watched.heads) for watched in self.members)])
         return [not fits[start:stop].all() for start, stop in pairwise(edges.tolist())]
 
