@@ -5,7 +5,7 @@ from ._status import Status
 from ._version import __version__
 from .condition import ConditionEstimate, condition_number
 from .heads import LayoutError, NoAttentionFound, find_attention, probe, register_layout
-from .initialize import InitReport, conditioned_, random_, warmup
+from .initialize import CalibrationReport, InitReport, calibrate_gain, conditioned_, random_, warmup
 from .jacobian import (
     AttentionHeads,
     JacobianBound,
@@ -21,6 +21,7 @@ from .verify import VerifyReport, verify
 
 __all__ = [
     "AttentionHeads",
+    "CalibrationReport",
     "Certificate",
     "ConditionEstimate",
     "ConditioningMonitor",
@@ -34,6 +35,7 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "backends",
+    "calibrate_gain",
     "certify",
     "condition_number",
     "conditioned_",

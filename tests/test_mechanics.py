@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +32,7 @@ def randomized(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if getattr(module, "attn_logit_softcapping", None):
             module.attn_logit_softcapping = 1.0  # The usual 50 would hardly bend these logits.
-        if getattr(module, "gate", None) is not None:
+        if type(module).__name__ == "Attention" and getattr(module, "gate", None) is not None:
             module.gate = None  # It comes after the heads.
     return model.eval()
 
@@ -55,7 +54,9 @@ def run(model: nn.Module, args: tuple, kwargs: dict[str, Any], **options: Any) -
 
         hooks.append(layer.module.register_forward_pre_hook(before, with_kwargs=True))
         module = layer.module
-        after = next((getattr(module, name) for name in OUTPUTS if isinstance(getattr(module, name, None), nn.Module)), None)
+        after = next(
+            (getattr(module, name) for name in OUTPUTS if isinstance(getattr(module, name, None), nn.Module)), None
+        )
         if isinstance(module, nn.MultiheadAttention):
             # It reads its output projection's weight and never calls it.
             with torch.no_grad():

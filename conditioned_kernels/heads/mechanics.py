@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -164,7 +164,7 @@ def _bias(layer: AttentionLayer, projection: Projection) -> Tensor | None:
         if whole is None:
             return None
         rows = whole.unflatten(0, (3, -1))["qkv".index(projection.role)]
-        return rows.unflatten(0, (layer.module.num_heads, -1))  # type: ignore[arg-type]
+        return rows.unflatten(0, (layer.module.num_heads, -1))
     bias = getattr(owner, attribute_name.replace("weight", "bias"), None)
     if bias is None:
         return None
@@ -290,7 +290,7 @@ def _torch_attention(module: nn.Module, call: Call, row: Mechanics) -> Reading:
     if mask is not None:
         mask = ~mask if mask.dtype == torch.bool else mask
         if mask.ndim == 3:
-            mask = mask.unflatten(0, (-1, heads))  # type: ignore[arg-type]
+            mask = mask.unflatten(0, (-1, heads))
     if padding is not None:
         padding = padding[None] if alone else padding
         padding = (~padding if padding.dtype == torch.bool else padding)[:, None, None, :]
@@ -394,7 +394,7 @@ def _assemble(
 
     def norm(part: HeadNorm | None, count: int) -> HeadNorm | None:
         if part is None or part.gain is None or part.gain.ndim == 1:
-            return part if part is None else replace(part, **{k: _copy(getattr(part, k)) for k in ("gain", "bias")})
+            return None if part is None else replace(part, gain=_copy(part.gain), bias=_copy(part.bias))
         return replace(part, gain=own(part.gain, count))
 
     picked = {role: own(weight, len(weight)).detach() for role, weight in weights.items()}
