@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from ..distributed import whole_shapes
 from .families import FAMILIES, NOT_ATTENTION, Family
 from .layout import LayoutError, LayoutFunction, Projection, attribute, from_views
 from .wrappers import full_name, look_through, own_name, quiet_parametrizations, unwrap
@@ -145,7 +146,7 @@ def find_attention(
             skipped.append((name, "left out by where"))
             continue
         try:
-            with quiet_parametrizations(module):
+            with quiet_parametrizations(module), whole_shapes(module):
                 found = layout(module)
                 projections = found if isinstance(found, tuple) else from_views(module, found)
                 projections = tuple(replace(each, parameter=own_name(module, each.parameter)) for each in projections)
