@@ -376,7 +376,7 @@ def _own_grams(piece: Piece, weight: Any) -> Tensor:
             # Of what is read, the rows of whole heads.
             kept = whole[chunk.start : chunk.stop, None].expand(-1, rows)[piece.held()[chunk.start : chunk.stop]]
             block = piece.read(local, chunk)[kept.to(local.device)].to(out.device).double()
-            heads = block.view(len(mine), rows, -1)
+            heads = block.view(len(mine), rows, block.shape[-1])
             out[mine.to(out.device)] = _torch.gram_blocked(heads)[0]
     return out
 
