@@ -84,7 +84,8 @@ def verify(
     wanted = {(entry.parameter, entry.label): entry.gain for entry in report.touched} if report else None
     with torch.no_grad(), quiet_parametrizations(model):
         found = locate(model, where=where, layouts=layouts, strict=strict)
-        targets = [target for target in resolve(found) if wanted is None or target.key in wanted]
+        found_targets = resolve(found, outputs=wanted is not None)
+        targets = [target for target in found_targets if wanted is None or target.key in wanted]
         for target in targets:
             _validate.floating(target.weight, target.name)
             _validate.not_meta(target.weight, target.name)

@@ -2,7 +2,9 @@
 
 from .conditioned import conditioned_
 from .init_report import InitReport, ProjectionReport
+from .initialize import SCHEMES, initialize_
+from .mimetic import mimetic_
 from .random import random_
 from .warmup import warmup
 
-__all__ = ["InitReport", "ProjectionReport", "conditioned_", "random_", "warmup"]
+__all__ = ["SCHEMES", "InitReport", "ProjectionReport", "conditioned_", "initialize_", "mimetic_", "random_", "warmup"]
