@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ..distributed import whole_shapes
 from .families import FAMILIES, NOT_ATTENTION, Family
 from .layout import (
     AROUND,
@@ -179,7 +180,7 @@ def find_attention(
             skipped.append((name, "left out by where"))
             continue
         try:
-            with quiet_parametrizations(module):
+            with quiet_parametrizations(module), whole_shapes(module):
                 found = layout(module)
                 projections = found if isinstance(found, tuple) else from_views(module, found)
                 projections = tuple(replace(each, parameter=own_name(module, each.parameter)) for each in projections)
