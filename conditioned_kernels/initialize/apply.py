@@ -410,6 +410,11 @@ Blocks = list[tuple[range, Tensor]]
 """New values by chunk of heads: whole heads, or of a sharded weight what :meth:`Piece.select` kept of them."""
 
 
+def as_blocks(target: Target, heads: Tensor) -> Blocks:
+    """New values of all heads of a weight that is here as a whole."""
+    return [(range(target.count), heads)]
+
+
 def write_all(writes: list[tuple[Target, Blocks]], scheme: str) -> None:
     """Write every target's new heads, and undo all of it if anything fails on the way."""
     undo: list[Callable[[], None]] = []
