@@ -5,7 +5,18 @@ from ._status import Status
 from ._version import __version__
 from .condition import ConditionEstimate, condition_number
 from .heads import LayoutError, NoAttentionFound, find_attention, probe, register_layout
-from .initialize import InitReport, conditioned_, initialize_, mimetic_, random_, warmup, weight_selection_
+from .initialize import (
+    InitReport,
+    conditioned_,
+    export_spectral_conditioning,
+    initialize_,
+    mimetic_,
+    random_,
+    remove_spectral_conditioning,
+    spectral_conditioning,
+    warmup,
+    weight_selection_,
+)
 from .orthogonalize import Certificate, certify, orthogonalize, semi_orthogonal, semi_orthogonal_
 from .verify import VerifyReport, verify
 
@@ -23,6 +34,7 @@ __all__ = [
     "condition_number",
     "conditioned_",
     "explain_backend",
+    "export_spectral_conditioning",
     "find_attention",
     "initialize_",
     "mimetic_",
@@ -30,8 +42,10 @@ __all__ = [
     "probe",
     "random_",
     "register_layout",
+    "remove_spectral_conditioning",
     "semi_orthogonal",
     "semi_orthogonal_",
+    "spectral_conditioning",
     "verify",
     "warmup",
     "weight_selection_",
