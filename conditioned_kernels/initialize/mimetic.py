@@ -65,7 +65,8 @@ def mimetic_(
 
     Returns
     -------
-    InitReport; W_O is an entry with role "o" (its heads are (head_dim, out_features)), position tables are in ``others``.
+    InitReport; W_O has entries with role "o", whose heads are (head_dim, out_features); position tables are in
+    ``others``.
 
     Raises
     ------
