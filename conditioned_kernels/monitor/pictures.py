@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..condition import ConditionEstimate
@@ -37,12 +38,13 @@ def depth_curves(panels: Mapping[str, Mapping[str, Curve]], *, y: str) -> Any:
     """
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
+    from matplotlib.colors import ListedColormap, Normalize
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
     layers = list(dict.fromkeys(layer for curves in panels.values() for layer in curves))
-    colors = colormaps["viridis"].resampled(256)
+    # The bright end of the map is hard to see on white.
+    colors = ListedColormap(colormaps["viridis"](np.linspace(0, 0.88, 256)))
     scale = Normalize(0, max(len(layers) - 1, 1))
     figure = Figure(figsize=(1.4 + 3.2 * len(panels), 3.1), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
@@ -52,6 +54,11 @@ def depth_curves(panels: Mapping[str, Mapping[str, Curve]], *, y: str) -> Any:
             depth = layers.index(layer)
             axis.plot(*zip(*points, strict=True), style, color=colors(scale(depth)), linewidth=1.3, markersize=2.5)
         axis.set_yscale("log")
+        low, high = axis.get_ylim()
+        if high < 30 * low:  # less than a power of ten or so has no labels of its own
+            axis.yaxis.set_minor_locator(LogLocator(subs=(1.5, 2, 3, 5, 7)))
+            axis.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_title(title, fontsize=9)
         axis.set_xlabel("optimizer steps", fontsize=8)
         axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))

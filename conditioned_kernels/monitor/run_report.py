@@ -97,8 +97,8 @@ def _projection(projection: str, first: dict, last: dict) -> dict[str, Any]:
     for when, heads in (("first", first), ("last", last)):
         kappas = [record.kappa for (_, label, _), record in heads.items() if label == projection]
         finite = sorted(filter(math.isfinite, kappas))
-        row[f"{when}: median"] = finite[(len(finite) - 1) // 2] if finite else math.nan
-        row[f"{when}: max"] = finite[-1] if finite else math.nan
+        row[f"{when}: median"] = _short(finite[(len(finite) - 1) // 2] if finite else math.nan)
+        row[f"{when}: max"] = _short(finite[-1] if finite else math.nan)
         row[f"{when}: not finite"] = len(kappas) - len(finite)
     return row
 
@@ -109,12 +109,15 @@ def _head(record: Record, first: dict) -> dict[str, Any]:
         "layer": record.layer,
         "projection": record.projection,
         "head": record.head,
-        "kappa": record.kappa,
-        "at least": record.low,
-        "at most": record.high,
-        "at first": before.kappa if before else math.nan,
-        "sigma_min": record.sigma_min,
-        "sigma_max": record.sigma_max,
-        "stable rank": record.stable_rank,
+        "kappa": _short(record.kappa),
+        "between": f"{_short(record.low)} and {_short(record.high)}",
+        "at first": _short(before.kappa if before else math.nan),
+        "sigma_min": _short(record.sigma_min),
+        "sigma_max": _short(record.sigma_max),
+        "stable rank": _short(record.stable_rank),
         "status": record.status.replace("_", " "),
     }
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"
