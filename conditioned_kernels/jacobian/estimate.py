@@ -92,7 +92,7 @@ def jacobian_condition(
             if not bool(finite.all()):
                 # LAPACK raises for a whole batch on one NaN.
                 index = index[finite]
-                head = linearize(heads.select(index))
+                head = linearize(heads.select(index)) if len(index) else head
             if len(index):
                 small = head.compressed()
                 ends = exact(small, size, rtol) if method == "exact" else bracket(small, size, rtol, max_steps)
