@@ -85,7 +85,7 @@ def verify(
     measured = []
     with torch.no_grad(), quiet_parametrizations(model):
         found = locate(model, where=where, layouts=layouts, strict=strict)
-        for target in resolve(found):
+        for target in resolve(found, outputs=wanted is not None):
             place = (target.name, target.stream_role)
             if wanted is not None and place not in wanted:
                 continue

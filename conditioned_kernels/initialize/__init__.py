@@ -2,7 +2,8 @@
 
 from .conditioned import conditioned_
 from .init_report import InitReport, ProjectionReport
+from .mimetic import mimetic_
 from .random import random_
 from .warmup import warmup
 
-__all__ = ["InitReport", "ProjectionReport", "conditioned_", "random_", "warmup"]
+__all__ = ["InitReport", "ProjectionReport", "conditioned_", "mimetic_", "random_", "warmup"]

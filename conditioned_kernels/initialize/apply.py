@@ -97,16 +97,18 @@ def apply_scheme(
     include_frozen: bool,
     overwrite: bool,
     prepare: Callable[[list[Target]], None] | None = None,
+    choose: Callable[[Discovery], list[Target]] | None = None,
 ) -> InitReport:
     """Run ``draw`` on every projection of ``model`` and write the results. See ``conditioned_`` for the arguments.
 
-    ``prepare`` sees all checked targets first, for what is faster done together.
+    ``prepare`` sees all checked targets first, for what is faster done together. ``choose`` picks the targets of a
+    scheme that writes more than Q, K and V.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     with torch.inference_mode(False), torch.no_grad(), quiet_parametrizations(model):
         found = locate(model, where=where, layouts=layouts, strict=strict)
-        targets = resolve(found)
+        targets = (choose or resolve)(found)
         for target in targets:
             _check(target, include_frozen=include_frozen, overwrite=overwrite)
         targets, tied = _untie(targets)
@@ -154,11 +156,11 @@ def locate(
     return found
 
 
-def resolve(found: Discovery) -> list[Target]:
-    """The discovery's projections with the modules that own their weights."""
+def resolve(found: Discovery, *, outputs: bool = False) -> list[Target]:
+    """The discovery's projections with the modules that own their weights; with ``outputs``, each layer's W_O too."""
     targets = []
     for layer in found.layers:
-        for projection in layer.projections:
+        for projection in (*layer.projections, *([layer.output] if outputs and layer.output else [])):
             name = projection.parameter.rpartition(".")[2]
             targets.append(Target(layer, projection, layer.owner(projection), name, layer.parameter_name(projection)))
     return targets
