@@ -6,15 +6,28 @@ from ._version import __version__
 from .condition import ConditionEstimate, condition_number
 from .heads import LayoutError, NoAttentionFound, find_attention, probe, register_layout
 from .initialize import InitReport, conditioned_, mimetic_, random_, warmup
+from .jacobian import (
+    AttentionHeads,
+    JacobianBound,
+    JacobianEstimate,
+    NoJacobian,
+    jacobian_bound,
+    jacobian_condition,
+    limiting_factor,
+)
 from .orthogonalize import Certificate, certify, orthogonalize, semi_orthogonal, semi_orthogonal_
 from .verify import VerifyReport, verify
 
 __all__ = [
+    "AttentionHeads",
     "Certificate",
     "ConditionEstimate",
     "InitReport",
+    "JacobianBound",
+    "JacobianEstimate",
     "LayoutError",
     "NoAttentionFound",
+    "NoJacobian",
     "Status",
     "VerifyReport",
     "__version__",
@@ -25,6 +38,9 @@ __all__ = [
     "explain_backend",
     "find_attention",
     "mimetic_",
+    "jacobian_bound",
+    "jacobian_condition",
+    "limiting_factor",
     "orthogonalize",
     "probe",
     "random_",
