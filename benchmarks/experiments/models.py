@@ -94,10 +94,16 @@ def _masked(model: Any, ids: Tensor, wanted: Tensor) -> Tensor:
 
 MODELS: dict[str, Model] = {
     "vit-8": Model(
-        "ViT, width 64, 4 layers, 4 heads",
+        "ViT, width 64, 3 layers, 4 heads",
         _vit,
         _images,
-        {"img_size": 8, "patch_size": 2, "embed_dim": 64, "depth": 4, "num_heads": 4},
+        {"img_size": 8, "patch_size": 2, "embed_dim": 64, "depth": 3, "num_heads": 4},
+    ),
+    "vit-smoke": Model(
+        "ViT, width 16, 1 layer, 2 heads",
+        _vit,
+        _images,
+        {"img_size": 8, "patch_size": 2, "embed_dim": 16, "depth": 1, "num_heads": 2},
     ),
     "vit-28": Model(
         "ViT, width 64, 4 layers, 4 heads",

@@ -61,6 +61,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "random": ck.random_,
     "conditioned": ck.conditioned_,
     "rescaled": rescaled_,
+    "mimetic": ck.mimetic_,
 }
 
 SCHEMES: dict[str, Scheme] = {
@@ -73,6 +74,7 @@ SCHEMES: dict[str, Scheme] = {
     "qk": Scheme("W_Q, W_K conditioned, W_V kept", "conditioned", {"value": "keep"}),
     "v-preserve": Scheme("conditioned, W_V at its own norm", "conditioned", {"gain": {"v": "preserve"}}),
     "preserve": Scheme("conditioned, all at their own norm", "conditioned", {"gain": "preserve"}),
+    "mimetic": Scheme("mimetic", "mimetic"),
     "qk-rescaled": Scheme("W_Q, W_K rescaled only", "rescaled"),
 }
 

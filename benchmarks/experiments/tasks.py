@@ -155,7 +155,7 @@ TASKS: dict[str, Task] = {
         "accuracy",
         digits,
         "scikit-learn's load_digits: 1,797 images of the UCI set Optical Recognition of Handwritten Digits (CC BY 4.0)",
-        {"held_out": 450},
+        {"held_out": 360},
     ),
     "mnist": Task(
         "MNIST, 5,000 images",

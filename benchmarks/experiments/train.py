@@ -30,10 +30,11 @@ def run_cell(cell: Cell, device: str) -> dict[str, Any]:
     The cell's fields and: ``config`` (hash), ``final`` (last validation metric, None if training diverged), ``curve``
     (rows of step, accuracy, loss on the validation set), ``train`` (rows of step, mean training loss since the row
     before), ``kappa`` (of W_Q, W_K and W_V, at start and end: median and maximum over heads), ``jacobian`` (rows, if
-    ``cell.trace``), ``diverged``, ``seconds``.
+    ``cell.trace``), ``diverged``, ``seconds``,
+    ``processor_seconds``, ``torch`` (its version).
     """
     task, model_kind = TASKS[cell.task], MODELS[cell.model]
-    start = time.perf_counter()
+    start, processor = time.perf_counter(), time.process_time()
     data = task.data(cell.seed)
     model = model_kind.build(cell.seed)
     initialize(cell.scheme, model, cell.seed)
@@ -51,7 +52,7 @@ def run_cell(cell: Cell, device: str) -> dict[str, Any]:
         inputs, targets = data.sample(batches, cell.batch)
         model.train()
         loss = _loss(model_kind, model, inputs.to(device), targets.to(device))
-        recent.append(float(loss))
+        recent.append(loss.item())
         diverged = not math.isfinite(recent[-1])
         if diverged:
             break
@@ -76,6 +77,7 @@ def run_cell(cell: Cell, device: str) -> dict[str, Any]:
         "jacobian": jacobian,
         "diverged": diverged,
         "seconds": round(time.perf_counter() - start, 2),
+        "processor_seconds": round(time.process_time() - processor, 2),
         "torch": torch.__version__,
     }
 
@@ -125,6 +127,7 @@ def _optimizer(model: nn.Module, cell: Cell) -> tuple[torch.optim.Optimizer, Any
             {"params": groups[False], "weight_decay": 0.0},
         ],
         lr=cell.rate,
+        fused=True,
     )
     warmup = max(1, round(WARMUP * cell.steps))
 
