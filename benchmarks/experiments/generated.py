@@ -51,18 +51,18 @@ def list_operations(length: int, number: int) -> tuple[Tensor, Tensor]:
     return ids, values
 
 
-def recall(
-    generator: torch.Generator, size: int, *, pairs: int, queries: int, symbols: int, ignored: int
-) -> tuple[Tensor, Tensor]:
-    """(ids, targets) of ``pairs`` key-value pairs followed by ``queries`` of the same, each value to be predicted.
+def retrieval(generator: torch.Generator, size: int, *, length: int, keys: int, ignored: int) -> tuple[Tensor, Tensor]:
+    """(ids, targets): every key once with a random value, hidden in filler, and then every key asked for its value.
 
-    Keys are 0 ... symbols - 1 without repetition, values symbols ... 2 symbols - 1.
+    Tokens 0 ... keys^2 - 1 are a key with a value (key * keys + value), the next ``keys`` ask for a key, and the last
+    ``keys`` are filler. The ``keys`` questions stand at the end of the ``length`` tokens.
     """
-    keys = torch.rand(size, symbols, generator=generator).argsort(-1)[:, :pairs]
-    values = symbols + torch.randint(symbols, (size, pairs), generator=generator)
-    asked = torch.randint(pairs, (size, queries), generator=generator)
-    questions = torch.stack([keys.gather(1, asked), values.gather(1, asked)], -1).flatten(1)
-    ids = torch.cat([torch.stack([keys, values], -1).flatten(1), questions], 1)
+    values = torch.randint(keys, (size, keys), generator=generator)
+    ids = keys * (keys + 1) + torch.randint(keys, (size, length), generator=generator)
+    places = torch.rand(size, length - keys, generator=generator).argsort(-1)[:, :keys]
+    ids.scatter_(1, places, torch.arange(keys) * keys + values)
+    asked = torch.rand(size, keys, generator=generator).argsort(-1)
+    ids[:, -keys:] = keys * keys + asked
     targets = torch.full_like(ids, ignored)
-    targets[:, 2 * pairs :: 2] = values.gather(1, asked)
+    targets[:, -keys:] = values.gather(1, asked)
     return ids, targets

@@ -124,16 +124,16 @@ MODELS: dict[str, Model] = {
         {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 3, "num_heads": 4, "cls_attn_layers": 1},
     ),
     "gpt": Model(
-        "GPT-2, width 64, 4 layers, 4 heads",
+        "GPT-2, width 64, 3 layers, 4 heads",
         _gpt,
         _tokens,
-        {"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_layer": 4, "n_head": 4},
+        {"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_layer": 3, "n_head": 4},
     ),
-    "gpt-recall": Model(
+    "gpt-retrieval": Model(
         "GPT-2, width 64, 2 layers, 2 heads",
         _gpt,
         _tokens,
-        {"vocab_size": 64, "n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 2},
+        {"vocab_size": 80, "n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 2},
     ),
     "nystromformer": Model(
         "Nyströmformer, width 64, 2 layers, 2 heads, 16 landmarks",

@@ -127,11 +127,11 @@ def list_operations(seed: int, length: int, train: int, held_out: int) -> Data:
     return _held_out(*generated.list_operations(length, train + held_out), held_out, seed)
 
 
-def recall(seed: int, pairs: int, queries: int, symbols: int, held_out: int) -> Data:
-    """Key-value pairs and then queried keys; after each queried key its value is to be said."""
+def retrieval(seed: int, length: int, keys: int, held_out: int) -> Data:
+    """Keys with values hidden in a long sequence; at its end the value of each key is asked for."""
 
     def sample(generator: torch.Generator, size: int) -> tuple[Tensor, Tensor]:
-        return generated.recall(generator, size, pairs=pairs, queries=queries, symbols=symbols, ignored=IGNORED)
+        return generated.retrieval(generator, size, length=length, keys=keys, ignored=IGNORED)
 
     return Data(sample, *sample(torch.Generator().manual_seed(1), held_out))
 
@@ -176,7 +176,7 @@ TASKS: dict[str, Task] = {
         "loss",
         language,
         "the top-level modules of the running Python's standard library (PSF License)",
-        {"context": 64, "held_out": 128},
+        {"context": 64, "held_out": 64},
     ),
     "listops": Task(
         "ListOps, up to 128 tokens",
@@ -185,12 +185,12 @@ TASKS: dict[str, Task] = {
         "generated, after Nangia and Bowman (2018)",
         {"length": 128, "train": 8000, "held_out": 500},
     ),
-    "recall": Task(
-        "associative recall, 128 tokens",
+    "retrieval": Task(
+        "retrieval from 128 tokens",
         "accuracy",
-        recall,
+        retrieval,
         "generated",
-        {"pairs": 32, "queries": 32, "symbols": 32, "held_out": 64},
+        {"length": 128, "keys": 8, "held_out": 64},
     ),
     "masked-language": Task(
         "masked words of docstrings",
