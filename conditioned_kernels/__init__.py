@@ -5,7 +5,7 @@ from ._status import Status
 from ._version import __version__
 from .condition import ConditionEstimate, condition_number
 from .heads import LayoutError, NoAttentionFound, find_attention, probe, register_layout
-from .initialize import InitReport, conditioned_, mimetic_, random_, warmup
+from .initialize import CalibrationReport, InitReport, calibrate_gain, conditioned_, mimetic_, random_, warmup
 from .jacobian import (
     AttentionHeads,
     JacobianBound,
@@ -20,6 +20,7 @@ from .verify import VerifyReport, verify
 
 __all__ = [
     "AttentionHeads",
+    "CalibrationReport",
     "Certificate",
     "ConditionEstimate",
     "InitReport",
@@ -32,6 +33,7 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "backends",
+    "calibrate_gain",
     "certify",
     "condition_number",
     "conditioned_",

@@ -1,9 +1,20 @@
 """Initialization schemes, one file each; all return an :class:`InitReport`."""
 
+from .calibrate import CalibrationReport, LayerCalibration, calibrate_gain
 from .conditioned import conditioned_
 from .init_report import InitReport, ProjectionReport
 from .mimetic import mimetic_
 from .random import random_
 from .warmup import warmup
 
-__all__ = ["InitReport", "ProjectionReport", "conditioned_", "mimetic_", "random_", "warmup"]
+__all__ = [
+    "CalibrationReport",
+    "InitReport",
+    "LayerCalibration",
+    "ProjectionReport",
+    "calibrate_gain",
+    "conditioned_",
+    "mimetic_",
+    "random_",
+    "warmup",
+]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..condition import ConditionEstimate
+
+if TYPE_CHECKING:
+    from .calibrate import CalibrationReport
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class InitReport:
     touched : one entry per projection written, in model order.
     skipped : (name, reason) of layers or projections of known classes that were left alone.
     unknown : (name, reason) of modules that look like attention but have no layout.
+    calibration : the gains and kappa(J) per layer of gain="calibrated"; None elsewhere.
     """
 
     scheme: str
@@ -65,6 +70,7 @@ class InitReport:
     touched: tuple[ProjectionReport, ...]
     skipped: tuple[tuple[str, str], ...]
     unknown: tuple[tuple[str, str], ...]
+    calibration: CalibrationReport | None = None
 
     def rows(self) -> list[dict[str, object]]:
         """One dict per head: layer, parameter, role, head, sigma_max, sigma_min, kappa, low, high. Reads the device."""

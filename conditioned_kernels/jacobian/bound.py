@@ -29,8 +29,8 @@ class JacobianBound:
     kappa_x : of the tokens that queries are made of.
     kappa_memory, kappa_values : of the tokens that keys and values are made of; kappa_x in self-attention.
     kappa_p : of the probabilities, inf where P is singular.
-    kappa_lambda : of the softmax derivative, over its non-zero spectrum: every row's Lambda(p) = diag(p) - p p^T has the
-        null vector of ones, and one more per masked key. inf where no row sees two keys, since Lambda is 0 there.
+    kappa_lambda : of the softmax derivative, over its non-zero spectrum: every row's Lambda(p) = diag(p) - p p^T has
+        the null vector of ones, and one more per masked key. inf where no row sees two keys, since Lambda is 0 there.
     kappa_q, kappa_k, kappa_v : of the weights.
     bound : B(J).
     theorem : whether Theorem 3.1 is about this problem: self-attention with a scale and a mask, but without biases,

@@ -23,9 +23,6 @@ EXACT_ROWS = 2048
 DENSE_ROWS = 8192
 """Most rows of J for which "exact" is allowed: J J^T alone is 512 MiB there."""
 
-_STACK = ("kappa", "low", "high", "effective", "sigma_max", "sigma_max_low", "sigma_max_high")
-_STACK += ("sigma_min", "sigma_min_low", "sigma_min_high")
-
 
 @dataclass(frozen=True, eq=False)
 class JacobianEstimate:
@@ -59,6 +56,9 @@ class JacobianEstimate:
     def failures(self) -> list[str]:
         """One sentence per head whose status is not "converged"; reads the device."""
         return sentences(self.status)
+
+
+_STACK = tuple(name for name in JacobianEstimate.__annotations__ if name not in ("status", "method"))
 
 
 def jacobian_condition(
@@ -96,8 +96,8 @@ def jacobian_condition(
             if len(index):
                 work = _exact if method == "exact" else _lanczos
                 values[index], status[index] = work(head, rtol, max_steps, heads.cols)
-    fields = values.view(*shape, len(_STACK)).unbind(-1)
-    return JacobianEstimate(*fields, status.view(shape), method)
+    named = dict(zip(_STACK, values.view(*shape, len(_STACK)).unbind(-1), strict=True))
+    return JacobianEstimate(**named, status=status.view(shape), method=method)
 
 
 def _chunk(heads: AttentionHeads, method: str) -> int:
@@ -149,7 +149,7 @@ def _exact(head: LinearHead, rtol: float, max_steps: int, cols: int) -> tuple[Te
 
 def _lanczos(head: LinearHead, rtol: float, max_steps: int, cols: int) -> tuple[Tensor, Tensor]:
     head = head.compressed()
-    top, bottom, residual = golub_kahan(head, max_steps)
+    top, bottom, _ = golub_kahan(head, max_steps)
     context = condition_number(head.p @ head.values)
     floor = torch.where(context.rank_deficient, 0.0, context.sigma_min_low)
     if head.values.shape[-1] < head.values.shape[-2]:

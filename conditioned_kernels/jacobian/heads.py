@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -102,8 +102,8 @@ class AttentionHeads:
     values : (..., keys, in_features), what values are made of, where that is not what keys are made of.
     b_q, b_k, b_v : (..., head_dim), biases, or None.
     scale : of the logits, a number or a tensor of batch shape; None for 1 / sqrt(head_dim).
-    mask : (..., tokens, keys): booleans, True where a query sees a key, or numbers that are added to the logits. A query
-        that sees no key has output 0.
+    mask : (..., tokens, keys): booleans, True where a query sees a key, or numbers that are added to the logits. A
+        query that sees no key has output 0.
     rope : rotary positions of x, for queries and keys alike.
     norm_q, norm_k : norms of queries and keys.
     norm_first : the norms come before the rotation.
@@ -206,13 +206,13 @@ def tensors(part: Rotary | HeadNorm | AttentionHeads) -> Iterator[tuple[Tensor, 
 
 def mapped(part: Part, change: Callable[[Tensor, int], Tensor]) -> Part:
     """``part`` with every tensor, of the parts inside it too, replaced by ``change(tensor, trailing dimensions)``."""
-    new = {}
+    new: dict[str, Any] = {}
     for field in fields(part):
         value = getattr(part, field.name)
         if isinstance(value, Tensor):
             new[field.name] = change(value, part.TRAILING[field.name])
         elif isinstance(value, Rotary | HeadNorm):
-            new[field.name] = mapped(value, change)
+            new[field.name] = mapped(value, change)  # type: ignore[type-var]
     return replace(part, **new)
 
 

@@ -106,10 +106,7 @@ def probabilities(logits: Tensor, mask: Tensor | None) -> Tensor:
     """softmax(logits + mask); a row without any key is 0."""
     if mask is None:
         return logits.softmax(-1)
-    if mask.dtype == torch.bool:
-        logits = logits.masked_fill(~mask, -torch.inf)
-    else:
-        logits = logits + mask
+    logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
     empty = (logits == -torch.inf).all(-1, keepdim=True)
     return logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
 

@@ -48,7 +48,7 @@ def jvp(heads: AttentionHeads, dw_q: Tensor, dw_k: Tensor, dw_v: Tensor) -> Tens
     """
     changes = (dw_q, dw_k, dw_v)
     for name, change, weight in zip(("dw_q", "dw_k", "dw_v"), changes, heads.weights, strict=True):
-        _shaped(change, name, tuple(weight.shape[-2:]))
+        _shaped(change, name, (weight.shape[-2], weight.shape[-1]))
     with _plain():
         return linearize(heads).jvp(*(change.detach().double() for change in changes))
 
