@@ -5,7 +5,16 @@ from ._status import Status
 from ._version import __version__
 from .condition import ConditionEstimate, condition_number
 from .heads import LayoutError, NoAttentionFound, find_attention, probe, register_layout
-from .initialize import CalibrationReport, InitReport, calibrate_gain, conditioned_, mimetic_, random_, warmup
+from .initialize import (
+    CalibrationReport,
+    InitReport,
+    calibrate_gain,
+    conditioned_,
+    initialize_,
+    mimetic_,
+    random_,
+    warmup,
+)
 from .jacobian import (
     AttentionHeads,
     JacobianBound,
@@ -39,6 +48,7 @@ __all__ = [
     "conditioned_",
     "explain_backend",
     "find_attention",
+    "initialize_",
     "jacobian_bound",
     "jacobian_condition",
     "limiting_factor",

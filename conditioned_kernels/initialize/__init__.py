@@ -3,17 +3,20 @@
 from .calibrate import CalibrationReport, LayerCalibration, calibrate_gain
 from .conditioned import conditioned_
 from .init_report import InitReport, ProjectionReport
+from .initialize import SCHEMES, initialize_
 from .mimetic import mimetic_
 from .random import random_
 from .warmup import warmup
 
 __all__ = [
+    "SCHEMES",
     "CalibrationReport",
     "InitReport",
     "LayerCalibration",
     "ProjectionReport",
     "calibrate_gain",
     "conditioned_",
+    "initialize_",
     "mimetic_",
     "random_",
     "warmup",
