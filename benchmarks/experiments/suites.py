@@ -113,9 +113,11 @@ SUITES: dict[str, Suite] = {
     "language-gpt": Suite("language", "gpt", ALL, (2e-3, 4e-3, 8e-3), 300, 8, every=20, sweep=3, seeds=5),
     "mnist-vit": Suite("mnist", "vit-28", PAPER, (2e-3,), 400, 32, every=25, sweep=3, seeds=3),
     "mnist-swin": Suite("mnist", "swin", PAPER, (4e-3,), 200, 24, every=20, sweep=3, seeds=3),
-    "mnist-xcit": Suite("mnist-32", "xcit", PAPER, (4e-3,), 300, 32, every=25, sweep=3, seeds=3),
+    "mnist-xcit": Suite("mnist-32", "xcit", PAPER, (4e-3,), 300, 32, every=25, sweep=3, seeds=3, traced=0),
     "retrieval-gpt": Suite("retrieval", "gpt-retrieval", PAPER, (4e-3,), 400, 16, every=25, sweep=3, seeds=3),
-    "listops-nystromformer": Suite("listops", "nystromformer", PAPER, (2e-3,), 400, 16, every=25, sweep=3, seeds=3),
+    "listops-nystromformer": Suite(
+        "listops", "nystromformer", PAPER, (2e-3,), 400, 16, every=25, sweep=3, seeds=3, traced=0
+    ),
     "masked-bert": Suite("masked-language", "bert-half", PAPER, (1e-3,), 200, 8, every=20, sweep=3, seeds=3),
     "smoke": Suite("digits", "vit-smoke", ("default", "conditioned"), (1e-3, 2e-3), 12, 8, every=4, sweep=1, seeds=2),
 }

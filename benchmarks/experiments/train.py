@@ -15,6 +15,7 @@ from .cell import Cell
 from .models import MODELS, Model
 from .schemes import initialize
 from .tasks import IGNORED, TASKS, Data
+from .trace import trace
 
 WARMUP = 0.1
 WEIGHT_DECAY = 0.05
@@ -48,6 +49,8 @@ def run_cell(cell: Cell, device: str) -> dict[str, Any]:
     jacobian: list[dict[str, Any]] = []
     recent: list[float] = []
     diverged = False
+    if cell.trace:
+        jacobian.append(trace(model_kind, model, data, device, 0))
     for step in range(1, cell.steps + 1):
         inputs, targets = data.sample(batches, cell.batch)
         model.train()
@@ -65,6 +68,8 @@ def run_cell(cell: Cell, device: str) -> dict[str, Any]:
             curve.append((step, *evaluate(model_kind, model, data, device)))
             losses.append((step, sum(recent) / len(recent)))
             recent.clear()
+            if cell.trace:
+                jacobian.append(trace(model_kind, model, data, device, step))
     diverged = diverged or not all(math.isfinite(value) for value in curve[-1][1:])
     if not diverged:
         kappa["end"] = weight_kappas(model)
