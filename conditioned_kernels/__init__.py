@@ -14,6 +14,7 @@ from .initialize import (
     mimetic_,
     random_,
     warmup,
+    weight_selection_,
 )
 from .jacobian import (
     AttentionHeads,
@@ -61,4 +62,5 @@ __all__ = [
     "semi_orthogonal_",
     "verify",
     "warmup",
+    "weight_selection_",
 ]

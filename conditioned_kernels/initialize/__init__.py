@@ -7,6 +7,7 @@ from .initialize import SCHEMES, initialize_
 from .mimetic import mimetic_
 from .random import random_
 from .warmup import warmup
+from .weight_selection import weight_selection_
 
 __all__ = [
     "SCHEMES",
@@ -20,4 +21,5 @@ __all__ = [
     "mimetic_",
     "random_",
     "warmup",
+    "weight_selection_",
 ]

@@ -23,6 +23,9 @@ from ..heads.layout import LayoutError, LayoutFunction, Projection
 from ..heads.wrappers import is_adapted, parametrizations, quiet_parametrizations
 from .init_report import InitReport, ProjectionReport, stacked_rank
 
+WHOLE = "*"
+"""The role of a target that is a whole parameter outside the attention weights; written, not measured."""
+
 MARK = "_conditioned_kernels"
 """Attribute on a parameter this package has initialized; its value is the scheme's name."""
 
@@ -114,7 +117,7 @@ def apply_scheme(
         targets, tied = _untie(targets)
         if prepare is not None:
             prepare(targets)
-        skipped, writes, touched = [*found.skipped, *tied], [], []
+        skipped, writes, touched, others = [*found.skipped, *tied], [], [], []
         for target in targets:
             drawn = draw(target)
             if drawn.heads is None:
@@ -122,9 +125,12 @@ def apply_scheme(
                 continue
             heads = drawn.heads.to(target.weight.dtype)
             writes.append((target, heads))
-            touched.append(measure(target, heads, made=drawn.made, gain=drawn.gain))
+            if target.projection.role == WHOLE:
+                others.append(target.name)
+            else:
+                touched.append(measure(target, heads, made=drawn.made, gain=drawn.gain))
         write_all(writes, scheme)
-    return InitReport(scheme, seed, tuple(touched), tuple(skipped), found.unknown)
+    return InitReport(scheme, seed, tuple(touched), tuple(skipped), found.unknown, tuple(others))
 
 
 def locate(
@@ -200,12 +206,13 @@ def _check(target: Target, *, include_frozen: bool, overwrite: bool) -> None:
         _validate.writable(target.heads, name)
     except LayoutError as error:
         raise LayoutError(f"{name}: {error}") from error
-    if not target.parametrized and target.attribute not in target.owner._parameters:
+    if not target.parametrized and target.attribute not in {**target.owner._parameters, **target.owner._buffers}:
         raise ValueError(
             f"{name} is no parameter but recomputed in every forward, as the hooks of weight_norm do, so a value "
             "written into it would be lost; initialize before registering the hook"
         )
-    if not include_frozen and (is_adapted(name) or (not target.parametrized and not weight.requires_grad)):
+    frozen = isinstance(weight, nn.Parameter) and not weight.requires_grad
+    if not include_frozen and (is_adapted(name) or (not target.parametrized and frozen)):
         what = "the base of an adapter" if is_adapted(name) else "frozen (requires_grad=False)"
         raise ValueError(
             f"{name} is {what}; pass include_frozen=True to initialize it all the same, or leave its layer out with "

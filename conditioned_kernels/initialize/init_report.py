@@ -22,7 +22,8 @@ class ProjectionReport:
     ----------
     layer : the attention module's name in the user's model.
     parameter : the weight's name in the user's model.
-    role : "q", "k", "v" or "kv"; ``part`` tells apart several of one role.
+    role : "q", "k", "v" or "kv"; "o" for W_O, whose in_features are its outputs, and "p" for a position table, where a
+        scheme writes them; ``part`` tells apart several of one role.
     heads, head_dim, in_features : a head is (head_dim, in_features); K/V heads where they are grouped.
     dtype : of the stored weight.
     made : in words, what was written, e.g. "semi-orthogonal", "identity, block"; "" if only measured.
@@ -62,6 +63,7 @@ class InitReport:
     touched : one entry per projection written, in model order.
     skipped : (name, reason) of layers or projections of known classes that were left alone.
     unknown : (name, reason) of modules that look like attention but have no layout.
+    others : names of the parameters beside the attention weights that a scheme wrote.
     calibration : the gains and kappa(J) per layer of gain="calibrated"; None elsewhere.
     """
 
@@ -70,6 +72,7 @@ class InitReport:
     touched: tuple[ProjectionReport, ...]
     skipped: tuple[tuple[str, str], ...]
     unknown: tuple[tuple[str, str], ...]
+    others: tuple[str, ...] = ()
     calibration: CalibrationReport | None = None
 
     def rows(self) -> list[dict[str, object]]:
@@ -90,6 +93,8 @@ class InitReport:
                 f"  {label}: {entries[0].made or 'measured'}, kappa {kappa.min():.6g} to {kappa.max():.6g}, "
                 f"sigma_max {sigma.min():.6g} to {sigma.max():.6g}"
             )
+        if self.others:
+            lines.append(f"  and {len(self.others)} other parameters")
         lines += [f"  skipped {name}: {reason}" for name, reason in self.skipped]
         lines += [f"  unknown {name}: {reason}" for name, reason in self.unknown]
         return "\n".join(lines)

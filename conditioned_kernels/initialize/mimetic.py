@@ -93,7 +93,7 @@ def mimetic_(
     """
     scales = {"qk": _scales(qk, "qk"), "vo": _scales(vo, "vo")}
     seed = resolve_seed(seed, generator)
-    made: dict[int, Draw] = {}
+    made: dict[tuple[str, str], Draw] = {}
 
     def choose(found: Discovery) -> list[Target]:
         for layer in found.layers:
@@ -109,14 +109,14 @@ def mimetic_(
             for kind, first, second in PAIRS:
                 made.update(_draw_pair(layer, kind, first, second, scales[kind], seed))
             if "v.global" in layer and "v" in layer:
-                made[id(layer["v.global"])] = made[id(layer["v"])]
+                made[_key(layer["v.global"])] = made[_key(layer["v"])]
 
     def draw(target: Target) -> Draw:
         if target.projection.role == TABLE:
             return Draw(sinusoids(target.heads), "sinusoidal")
         if target.projection.part == POSITION:
             return Draw(None, "projection of relative positions, whose product has no identity to resemble")
-        return made.pop(id(target))
+        return made[_key(target)]
 
     return apply_scheme(
         model,
@@ -163,11 +163,11 @@ def _check(layer: AttentionLayer, *, vo: bool) -> None:
 
 def _draw_pair(
     layer: Mapping[str, Target], kind: str, first: str, second: str, scales: Pair | None, seed: int
-) -> dict[int, Draw]:
-    """What becomes of the two targets whose product is given, by their ids."""
+) -> dict[tuple[str, str], Draw]:
+    """What becomes of the two targets whose product is given."""
     present = [layer[label] for label in (first, second) if label in layer]
     if scales is None or not present:
-        return {id(target): Draw(None, f"{kind}=None") for target in present}
+        return {_key(target): Draw(None, f"{kind}=None") for target in present}
     if len(present) == 1:
         missing = second if first in layer else first
         raise ValueError(
@@ -178,7 +178,11 @@ def _draw_pair(
     with named_errors(one):
         values = (_query_key if kind == "qk" else _value_output)(one, other, scales, seed)
     made = f"mimetic, {scales[0]:g} Z / sqrt(D) {'+' if kind == 'qk' else '-'} {scales[1]:g} I"
-    return {id(target): Draw(value, made) for target, value in zip(present, values, strict=True)}
+    return {_key(target): Draw(value, made) for target, value in zip(present, values, strict=True)}
+
+
+def _key(target: Target) -> tuple[str, str]:
+    return target.name, target.stream_role
 
 
 def _query_key(query: Target, key: Target, scales: Pair, seed: int) -> tuple[Tensor, Tensor]:
