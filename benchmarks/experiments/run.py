@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
 from multiprocessing.connection import wait as wait_for_handles
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,10 @@ def device() -> str:
 
 
 def finished(suite: Suite, store: Store, on: str) -> dict[Cell, dict[str, Any]]:
-    """Results of the suite's cells as they are defined now; those of another definition are left out."""
+    """Results of the suite's cells as they are defined now; those of another definition are left out.
+
+    A traced run is also the result of the same run without the measurement, which does not change it.
+    """
     fields = Cell.__dataclass_fields__
     cells = {}
     for config, record in store.load().items():
@@ -40,7 +44,7 @@ def finished(suite: Suite, store: Store, on: str) -> dict[Cell, dict[str, Any]]:
             continue
         if current == config:
             cells[cell] = record
-    return cells
+    return {replace(cell, trace=False): record for cell, record in cells.items()} | cells
 
 
 def run_suite(

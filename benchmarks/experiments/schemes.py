@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import conditioned_kernels as ck
 from conditioned_kernels.initialize.apply import Draw, Target, apply_scheme
+
+from .docstrings import teacher_folder
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,13 @@ class Scheme:
     title : in the tables.
     call : a name in :data:`CALLS`.
     options : keyword arguments of that function.
+    batch : its keyword argument that takes a batch of training inputs; "" if it needs none.
     """
 
     title: str
     call: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    batch: str = ""
 
 
 def rescaled_(model: nn.Module, *, seed: int = 0) -> None:
@@ -56,12 +60,18 @@ def rescaled_(model: nn.Module, *, seed: int = 0) -> None:
     )
 
 
+def select_weights_(model: nn.Module, *, seed: int = 0) -> None:
+    """Weight selection from all-MiniLM-L6-v2; the head over the vocabulary, which it lacks, stays."""
+    ck.weight_selection_(model, teacher_folder(), leave=("cls.",), seed=seed)
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "nothing": lambda model, seed: None,
     "random": ck.random_,
     "conditioned": ck.conditioned_,
     "rescaled": rescaled_,
     "mimetic": ck.mimetic_,
+    "weight selection": select_weights_,
 }
 
 SCHEMES: dict[str, Scheme] = {
@@ -75,11 +85,19 @@ SCHEMES: dict[str, Scheme] = {
     "v-preserve": Scheme("conditioned, W_V at its own norm", "conditioned", {"gain": {"v": "preserve"}}),
     "preserve": Scheme("conditioned, all at their own norm", "conditioned", {"gain": "preserve"}),
     "mimetic": Scheme("mimetic", "mimetic"),
+    "calibrated": Scheme(
+        "W_Q, W_K conditioned, gain calibrated, W_V kept",
+        "conditioned",
+        {"gain": {"q": "calibrated", "k": "calibrated"}, "value": "keep"},
+        batch="calibration",
+    ),
+    "weight-selection": Scheme("weight selection", "weight selection"),
     "qk-rescaled": Scheme("W_Q, W_K rescaled only", "rescaled"),
 }
 
 
-def initialize(name: str, model: nn.Module, seed: int) -> None:
-    """Apply the scheme ``name`` to ``model``."""
+def initialize(name: str, model: nn.Module, seed: int, inputs: Tensor) -> None:
+    """Apply the scheme ``name`` to ``model``; ``inputs`` is a batch of training inputs."""
     scheme = SCHEMES[name]
-    CALLS[scheme.call](model, seed=seed, **scheme.options)
+    batch = {scheme.batch: inputs} if scheme.batch else {}
+    CALLS[scheme.call](model, seed=seed, **scheme.options, **batch)

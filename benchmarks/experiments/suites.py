@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from .cell import Cell
@@ -22,6 +22,7 @@ ALL = (
     "repeat",
     "semi-v",
     "mimetic",
+    "calibrated",
     "redraw",
     "xavier",
 )
@@ -32,7 +33,7 @@ class Suite:
     """One table of the report: one task and model, several schemes.
 
     Every scheme is trained at every rate with the first ``sweep`` seeds; its best rate is the one with the best mean
-    there; then with all ``seeds`` at that rate. ``traced`` seeds at the best rate run once more with kappa(J) measured.
+    there; then with all ``seeds`` at that rate. The last ``traced`` seeds at the best rate have kappa(J) measured.
 
     Attributes
     ----------
@@ -59,9 +60,17 @@ class Suite:
     def swept(self, schemes: Iterable[str]) -> list[Cell]:
         """The cells that find every scheme's best rate; seed by seed, so that a stopped sweep is balanced."""
         schemes = list(schemes)
+        final = len(self.rates) == 1
         return [
-            self.cell(scheme, rate, seed) for seed in range(self.sweep) for rate in self.rates for scheme in schemes
+            self.cell(scheme, rate, seed, trace=final and self.is_traced(seed))
+            for seed in range(self.sweep)
+            for rate in self.rates
+            for scheme in schemes
         ]
+
+    def is_traced(self, seed: int) -> bool:
+        """Whether kappa(J) is measured in this seed's runs at the best rate."""
+        return seed >= self.seeds - self.traced
 
     def best_rate(self, scheme: str, finals: Mapping[Cell, Any]) -> float | None:
         """The rate with the best mean final metric over the sweep's seeds; None while the sweep is unfinished.
@@ -90,34 +99,29 @@ class Suite:
         best = {scheme: self.best_rate(scheme, finals) for scheme in schemes}
         wanted = []
         for seed in range(self.seeds):
-            wanted += [self.cell(scheme, rate, seed) for scheme, rate in best.items() if rate is not None]
+            wanted += [
+                self.cell(scheme, rate, seed, trace=self.is_traced(seed))
+                for scheme, rate in best.items()
+                if rate is not None
+            ]
         default = self.best_rate(self.schemes[0], finals)
         if same_rate and default is not None:
             wanted += [self.cell(scheme, default, seed) for seed in range(self.seeds) for scheme in schemes]
-        traced = [
-            self.cell(scheme, rate, seed, trace=True)
-            for seed in range(self.traced)
-            for scheme, rate in best.items()
-            if rate is not None
-        ]
-        return [cell for cell in dict.fromkeys(traced + wanted) if cell not in finals]
-
-
-def untraced(cell: Cell) -> Cell:
-    """The same training run without the Jacobian's measurement, which does not change it."""
-    return replace(cell, trace=False)
+        return [cell for cell in dict.fromkeys(wanted) if cell not in finals]
 
 
 SUITES: dict[str, Suite] = {
-    "digits-vit": Suite("digits", "vit-8", ALL, (1e-3, 2e-3, 4e-3), 500, 24, every=25, sweep=3, seeds=10),
-    "language-gpt": Suite("language", "gpt", ALL, (2e-3, 4e-3, 8e-3), 300, 8, every=20, sweep=3, seeds=5),
-    "mnist-vit": Suite("mnist", "vit-28", PAPER, (2e-3,), 400, 32, every=25, sweep=3, seeds=3),
-    "mnist-swin": Suite("mnist", "swin", PAPER, (4e-3,), 200, 24, every=20, sweep=3, seeds=3),
-    "mnist-xcit": Suite("mnist-32", "xcit", PAPER, (4e-3,), 300, 32, every=25, sweep=3, seeds=3, traced=0),
-    "retrieval-gpt": Suite("retrieval", "gpt-retrieval", PAPER, (4e-3,), 400, 16, every=25, sweep=3, seeds=3),
-    "listops-nystromformer": Suite(
-        "listops", "nystromformer", PAPER, (2e-3,), 400, 16, every=25, sweep=3, seeds=3, traced=0
+    "digits-vit": Suite("digits", "vit-8", ALL, (1e-3, 2e-3, 4e-3), 500, 24, every=25, sweep=2, seeds=10),
+    "language-gpt": Suite("language", "gpt", ALL, (2e-3, 4e-3, 8e-3), 300, 8, every=20, sweep=2, seeds=5),
+    "mnist-vit": Suite("mnist", "vit-28", PAPER, (2e-3,), 300, 24, every=25, sweep=3, seeds=3),
+    "mnist-swin": Suite("mnist", "swin", PAPER, (4e-3,), 150, 16, every=15, sweep=3, seeds=3),
+    "mnist-xcit": Suite("mnist-32", "xcit", PAPER, (4e-3,), 200, 24, every=20, sweep=3, seeds=3, traced=0),
+    "masked-bert": Suite(
+        "masked-language", "bert-half", (*PAPER, "weight-selection"), (1e-3,), 100, 8, every=10, sweep=3, seeds=3
     ),
-    "masked-bert": Suite("masked-language", "bert-half", PAPER, (1e-3,), 200, 8, every=20, sweep=3, seeds=3),
+    "listops-nystromformer": Suite(
+        "listops", "nystromformer", PAPER, (2e-3,), 200, 16, every=20, sweep=3, seeds=3, traced=0
+    ),
+    "retrieval-gpt": Suite("retrieval", "gpt-retrieval", PAPER, (4e-3,), 400, 16, every=25, sweep=3, seeds=3),
     "smoke": Suite("digits", "vit-smoke", ("default", "conditioned"), (1e-3, 2e-3), 12, 8, every=4, sweep=1, seeds=2),
 }

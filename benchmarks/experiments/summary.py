@@ -32,7 +32,7 @@ class Row:
     same : the same with both at the default's best rate, over the seeds there are.
     steps : first step at which each seed reached the final metric of the default of the same seed, inf if never.
     curves : validation curve (step, metric) by seed.
-    jacobian : rows of ``step``, ``kappa`` and ``bound`` of the first traced seed.
+    jacobian : rows of ``step``, ``kappa`` and ``bound`` of the last seed, if traced.
     weights : kappa of W_Q, W_K and W_V at start and end, of the first seed.
     """
 
@@ -125,10 +125,9 @@ def summarize(name: str, suite: Suite, done: Records) -> Summary | None:
         return None
     reference = _values(suite, default, best[default], values)
     rows = tuple(_row(suite, scheme, rate, best[default], reference, done) for scheme, rate in best.items())
+    runs = list({record["config"]: record for record in done.values()}.values())
     unfinished = tuple(scheme for scheme in suite.schemes if scheme not in best)
-    return Summary(
-        name, suite, rows, unfinished, len(done), sum(record["processor_seconds"] for record in done.values())
-    )
+    return Summary(name, suite, rows, unfinished, len(runs), sum(record["processor_seconds"] for record in runs))
 
 
 def _row(
@@ -139,7 +138,7 @@ def _row(
     curves = _curves(suite, scheme, rate, done)
     is_default = scheme == suite.schemes[0]
     higher = TASKS[suite.task].higher_is_better
-    trace = done.get(suite.cell(scheme, rate, 0, trace=True))
+    trace = done.get(suite.cell(scheme, rate, suite.seeds - 1, trace=True))
     return Row(
         scheme,
         rate,

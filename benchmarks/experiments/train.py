@@ -21,6 +21,7 @@ WARMUP = 0.1
 WEIGHT_DECAY = 0.05
 CLIP = 1.0
 EVALUATION_BATCH = 256
+CALIBRATION_BATCH = 4
 
 
 def run_cell(cell: Cell, device: str) -> dict[str, Any]:
@@ -38,11 +39,11 @@ def run_cell(cell: Cell, device: str) -> dict[str, Any]:
     start, processor = time.perf_counter(), time.process_time()
     data = task.data(cell.seed)
     model = model_kind.build(cell.seed)
-    initialize(cell.scheme, model, cell.seed)
+    initialize(cell.scheme, model, cell.seed, data.sample(_generator(30_000 + cell.seed), CALIBRATION_BATCH)[0])
     model.to(device)
     kappa = {"start": weight_kappas(model)}
     optimizer, schedule = _optimizer(model, cell)
-    batches = torch.Generator().manual_seed(20_000 + cell.seed)
+    batches = _generator(20_000 + cell.seed)
     column = 1 if task.metric == "accuracy" else 2
     curve: list[tuple[int, float, float]] = []
     losses: list[tuple[int, float]] = []
@@ -114,6 +115,10 @@ def weight_kappas(model: nn.Module) -> dict[str, dict[str, float]]:
         kappa, sigma = torch.cat(pairs, -1)
         out[role] = {"median": float(kappa.median()), "max": float(kappa.max()), "sigma_max": float(sigma.median())}
     return out
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def _loss(kind: Model, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
