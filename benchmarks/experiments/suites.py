@@ -97,16 +97,15 @@ class Suite:
         if sweep:
             return sweep
         best = {scheme: self.best_rate(scheme, finals) for scheme in schemes}
+        default = self.best_rate(self.schemes[0], finals)
         wanted = []
-        for seed in range(self.seeds):
+        for rates in (best, dict.fromkeys(schemes, default) if same_rate else {}):
             wanted += [
-                self.cell(scheme, rate, seed, trace=self.is_traced(seed))
-                for scheme, rate in best.items()
+                self.cell(scheme, rate, seed, trace=self.is_traced(seed) and rate == best[scheme])
+                for seed in range(self.seeds)
+                for scheme, rate in rates.items()
                 if rate is not None
             ]
-        default = self.best_rate(self.schemes[0], finals)
-        if same_rate and default is not None:
-            wanted += [self.cell(scheme, default, seed) for seed in range(self.seeds) for scheme in schemes]
         return [cell for cell in dict.fromkeys(wanted) if cell not in finals]
 
 
