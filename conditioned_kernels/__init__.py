@@ -25,6 +25,7 @@ from .jacobian import (
     jacobian_condition,
     limiting_factor,
 )
+from .monitor import ConditioningMonitor
 from .orthogonalize import Certificate, certify, orthogonalize, semi_orthogonal, semi_orthogonal_
 from .verify import VerifyReport, verify
 
@@ -33,6 +34,7 @@ __all__ = [
     "CalibrationReport",
     "Certificate",
     "ConditionEstimate",
+    "ConditioningMonitor",
     "InitReport",
     "JacobianBound",
     "JacobianEstimate",

@@ -14,7 +14,7 @@ from .linear import LinearHead
 def matrix(head: LinearHead) -> Tensor:
     """J as (b, value_dim * tokens, columns), columns in the order of the flattened W_Q, W_K, W_V."""
     g = _logit_factor(head)
-    x, context = head.x, head.p @ head.values
+    x, context = head.x, head.context()
     by_q = (_query_factor(head, g)[..., None] * x[:, None, :, None, :]).flatten(-2)
     by_k = _key_factor(head, g).flatten(-2)
     b, size, tokens = g.shape[:3]
@@ -43,7 +43,7 @@ def gram(head: LinearHead) -> Tensor:
     else:
         by_k = _key_factor(head, g).flatten(-2).flatten(1, 2)
         out.baddbmm_(by_k, by_k.mT)
-    context = head.p @ head.values
+    context = head.context()
     blocks.diagonal(dim1=1, dim2=3).add_((context @ context.mT)[..., None])
     return out
 

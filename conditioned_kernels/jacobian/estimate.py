@@ -9,10 +9,8 @@ from torch import Tensor
 
 from .. import _validate
 from .._status import Status, sentences
-from ..condition import condition_number
-from .dense import matrix
+from .ends import SMALL_ROWS, Ends, Size, bracket, exact
 from .heads import AttentionHeads
-from .lanczos import golub_kahan
 from .linear import LinearHead, linearize
 
 METHODS = ("auto", "exact", "lanczos")
@@ -82,6 +80,7 @@ def jacobian_condition(
             "method='lanczos', or fewer tokens"
         )
     rtol = _validate.positive((1e-3 if method == "exact" else 0.1) if rtol is None else rtol, "rtol")
+    size = Size(heads.rows, heads.cols, heads.w_v.shape[-2])
     shape, device = heads.shape, heads.x.device
     number = shape.numel()
     values = torch.full((number, len(_STACK)), torch.nan, dtype=torch.float64, device=device)
@@ -91,84 +90,46 @@ def jacobian_condition(
             head = linearize(heads.select(index))
             finite = _finite(head)
             if not bool(finite.all()):
+                # LAPACK raises for a whole batch on one NaN.
                 index = index[finite]
                 head = linearize(heads.select(index))
             if len(index):
-                work = _exact if method == "exact" else _lanczos
-                values[index], status[index] = work(head, rtol, max_steps, heads.cols)
+                small = head.compressed()
+                ends = exact(small, size, rtol) if method == "exact" else bracket(small, size, rtol, max_steps)
+                values[index], status[index] = _values(ends), ends.status
     named = dict(zip(_STACK, values.view(*shape, len(_STACK)).unbind(-1), strict=True))
     return JacobianEstimate(**named, status=status.view(shape), method=method)
 
 
 def _chunk(heads: AttentionHeads, method: str) -> int:
-    """Heads worked on at once."""
-    size = 8 * heads.rows**2 if method == "exact" else 8 * heads.rows * 800
-    return max(1, (32 << 20) // size)
+    """Heads worked on at once: many small ones, or as many as keep the bases of Lanczos below 32 MiB."""
+    rows = heads.tokens * min(heads.w_v.shape[-2], max(1, heads.keys - 1))
+    if method == "lanczos":
+        return max(1, (32 << 20) // (8 * rows * 300))
+    return max(1, (32 << 20) // (8 * rows * 3 * rows)) if rows <= SMALL_ROWS else 1
 
 
 def _finite(head: LinearHead) -> Tensor:
-    return torch.stack([each.isfinite().flatten(1).all(1) for each in (head.x, head.q, head.k, head.v, head.p)]).all(0)
+    parts = (head.x, head.memory, head.values, head.q, head.k, head.v, head.p, head.t)
+    return torch.stack([part.isfinite().flatten(1).all(1) for part in parts]).all(0)
 
 
-def _exact(head: LinearHead, rtol: float, max_steps: int, cols: int) -> tuple[Tensor, Tensor]:
-    head = head.compressed()
-    rows = head.output.shape[-1] * head.output.shape[-2]
-    b = len(head.output)
-    out = torch.empty(b, len(_STACK), dtype=torch.float64, device=head.x.device)
-    status = torch.empty(b, dtype=torch.int8, device=head.x.device)
-    full = matrix(head)
-    count = min(rows, cols)
-    values = torch.linalg.svdvals(full)[:, :count]
-    if values.shape[-1] < count:
-        values = torch.nn.functional.pad(values, (0, count - values.shape[-1]))
-    delta = max(rows, full.shape[-1]) * torch.finfo(torch.float64).eps * values[:, :1]
-    kept = values > delta
-    smallest = torch.where(kept, values, torch.inf).amin(-1)
-    top, bottom, delta = values[:, 0], values[:, -1], delta[:, 0]
-    deficient = ~kept.all(-1)
-    kappa = torch.where(deficient, torch.inf, top / bottom)
-    floor = (bottom - delta).clamp_min(0)
-    out = torch.stack(
+def _values(ends: Ends) -> Tensor:
+    """The numbers of an estimate in the order of its fields."""
+    deficient = ends.status == int(Status.RANK_DEFICIENT)
+    high = torch.where(ends.bottom_low > 0, ends.top_high / ends.bottom_low, torch.inf)
+    return torch.stack(
         (
-            kappa,
-            (top - delta) / (bottom + delta),
-            torch.where(floor > 0, (top + delta) / floor, torch.inf),
-            top / smallest,
-            top,
-            top - delta,
-            top + delta,
-            bottom,
-            floor,
-            bottom + delta,
+            torch.where(deficient, torch.inf, ends.top / ends.bottom).clamp_min(1.0),
+            (ends.top_low / ends.bottom_high).clamp_min(1.0),
+            high,
+            (ends.top / ends.smallest).clamp_min(1.0),
+            ends.top,
+            ends.top_low,
+            ends.top_high,
+            ends.bottom,
+            ends.bottom_low,
+            ends.bottom_high,
         ),
         -1,
     )
-    status = torch.where(deficient, int(Status.RANK_DEFICIENT), int(Status.CONVERGED)).to(torch.int8)
-    return out, status
-
-
-def _lanczos(head: LinearHead, rtol: float, max_steps: int, cols: int) -> tuple[Tensor, Tensor]:
-    head = head.compressed()
-    top, bottom, _ = golub_kahan(head, max_steps)
-    context = condition_number(head.p @ head.values)
-    floor = torch.where(context.rank_deficient, 0.0, context.sigma_min_low)
-    if head.values.shape[-1] < head.values.shape[-2]:
-        floor = torch.zeros_like(floor)
-    ceiling = top * 1.05
-    out = torch.stack(
-        (
-            top / bottom,
-            top / bottom,
-            torch.where(floor > 0, ceiling / floor, torch.inf),
-            top / bottom,
-            top,
-            top,
-            ceiling,
-            bottom,
-            floor,
-            bottom,
-        ),
-        -1,
-    )
-    met = out[:, 2] <= out[:, 1] * (1 + rtol)
-    return out, torch.where(met, int(Status.CONVERGED), int(Status.TOLERANCE_NOT_MET)).to(torch.int8)

@@ -61,10 +61,16 @@ class LinearHead:
         return gq.mT @ self.x, gk.mT @ self.memory, (self.p.mT @ u).mT @ self.values
 
     def compressed(self) -> LinearHead:
-        """The same with as few columns of J as tokens allow, and the same singular values.
+        """The same with as few rows and columns of J as tokens allow.
 
-        J touches a weight only through X W^T. With X = L Q^T, Q orthonormal (X^T = Q L^T is a thin QR), W may be
-        replaced by W Q, which is head_dim x min(tokens, in_features).
+        *Columns.* J touches a weight only through X W^T. With X = L Q^T, Q orthonormal (X^T = Q L^T is a thin QR), W may
+        be replaced by W Q, which is head_dim x min(tokens, in_features); the singular values stay.
+
+        *Rows.* W_Q and W_K change an output only along differences of values, which span at most keys - 1 directions of
+        value space. Along the rest J is I (x) (P X) alone. In a basis of value space that starts with the differences,
+        J is block diagonal, and this keeps the first block; the singular values of the others are those of
+        :meth:`context`. So where :attr:`spare` is true, sigma_min(J) = sigma_min(P X) exactly, since the first block
+        contains I (x) (P X) too.
         """
         new, done = {}, {}
         for name in ("x", "memory", "values"):
@@ -73,7 +79,26 @@ class LinearHead:
                 if id(tokens) not in done:
                     done[id(tokens)] = torch.linalg.qr(tokens.mT, mode="r").R.mT
                 new[name] = done[id(tokens)]
+        if self.spare:
+            others = self.v[..., 1:, :] if self.v.shape[-2] > 1 else self.v
+            basis = torch.linalg.qr((others - self.v[..., :1, :]).mT).Q
+            new |= {"v": self.v @ basis, "output": self.output @ basis}
         return replace(self, **new)
+
+    @property
+    def spare(self) -> bool:
+        """Whether value space has directions along which no two values differ."""
+        return max(1, self.v.shape[-2] - 1) < self.v.shape[-1]
+
+    def context(self) -> Tensor:
+        """P X, what W_V multiplies: J contains I (x) (P X), so sigma_min(J) >= sigma_min(P X) where it has full rank."""
+        return self.p @ self.values
+
+    def gram_product(self, u: Tensor) -> Tensor:
+        """J J^T u for u (b, rows), rows ordered as in :mod:`.dense`."""
+        tokens, size = self.output.shape[-2:]
+        back = self.vjp(u.view(-1, size, tokens).mT)
+        return self.jvp(*back).mT.flatten(1)
 
 
 def _through(change: TangentMap | None, value: Tensor) -> Tensor:
