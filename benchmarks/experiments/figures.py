@@ -30,7 +30,7 @@ def draw(summary: Summary, path: Path) -> str:
             points = [(each["step"], each[name]) for each in row.jacobian if each[name] is not None]
             if points:
                 axis.semilogy(*zip(*points, strict=True), **style)
-    axes[0, 0].set(ylabel=f"validation {metric}, mean and 95 % interval over {summary.suite.seeds} seeds")
+    axes[0, 0].set(ylabel=f"validation {metric}", title=f"mean and 95 % interval over {summary.suite.seeds} seeds")
     axes[0, 0].legend(fontsize=7, title="initialization", title_fontsize=7)
     for axis, title in zip(axes[0, 1:], ("exact κ(J), middle layer", "its bound (Theorem 3.1)"), strict=False):
         axis.set(title=title, ylabel="median over heads, last seed")

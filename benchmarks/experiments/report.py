@@ -106,7 +106,7 @@ def _main_table(summary: Summary) -> str:
                 "rate": f"{row.rate:g}",
                 "final": _value(summary, row.final) + (f", {row.diverged} diverged" if row.diverged else ""),
                 "minus default, best rates": _judged(summary, row.best),
-                f"minus default, both at {summary.rows[0].rate:g}": _judged(summary, row.same),
+                f"minus default, both at {summary.rows[0].rate:g}": _same_rate(summary, row),
                 "default's final metric at step (median)": _steps(row, total) + f", {reached} of {len(row.steps)}",
             }
         )
@@ -139,7 +139,8 @@ def _recommendations(found: Sequence[Summary]) -> str:
     rows = []
     for summary in found:
         top, equal = summary.recommended(), summary.equals()
-        words = SCHEMES[top.scheme].title
+        code = SCHEMES[top.scheme].code
+        words = SCHEMES[top.scheme].title + (f": `{code}`" if code else "")
         if equal:
             words += "; not shown to differ: " + "; ".join(SCHEMES[row.scheme].title for row in equal)
         title = f"{MODELS[summary.suite.model].title}; {TASKS[summary.suite.task].title}"
@@ -260,6 +261,13 @@ def _judged(summary: Summary, interval: Interval | None) -> str:
     if summary.higher_is_better:
         return f"{100 * interval.mean:+.1f} ± {100 * interval.half:.1f}{shown}"
     return f"{interval.mean:+.3f} ± {interval.half:.3f}{shown}"
+
+
+def _same_rate(summary: Summary, row: Row) -> str:
+    if row.same is None:
+        return ""
+    missing = row.same.number < len(row.values)
+    return _judged(summary, row.same) + (f" ({row.same.number} seeds)" if missing else "")
 
 
 def _steps(row: Row, total: int) -> str:

@@ -33,6 +33,15 @@ class Scheme:
     options: Mapping[str, Any] = field(default_factory=dict)
     batch: str = ""
 
+    @property
+    def code(self) -> str:
+        """The call in Python; "" where it is no single public function."""
+        function = CALLS[self.call].__name__
+        if not hasattr(ck, function):
+            return ""
+        options = [f"{name}={value!r}" for name, value in self.options.items()]
+        return f"{function}({', '.join(['model', *options, *([self.batch + '=batch'] if self.batch else [])])})"
+
 
 def rescaled_(model: nn.Module, *, seed: int = 0) -> None:
     """Multiply every W_Q and W_K so that its Frobenius norm is that of semi-orthogonal heads: a control.
