@@ -1,7 +1,7 @@
 """Fill the generated parts of README.md: ``python -m benchmarks.readme`` (``--check`` only compares).
 
 A part stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` and is never written by hand: the support
-table comes from the family table, the performance tables from the committed result files.
+table comes from the family table, the rest from the committed result files.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from conditioned_kernels.heads.support import support_table
 
+from .experiments.report import readme_text
 from .measure import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +27,7 @@ def performance() -> str:
     return "\n".join(markdown(record).rstrip() + "\n" for record in records)
 
 
-PARTS: dict[str, Callable[[], str]] = {"support": support_table, "performance": performance}
+PARTS: dict[str, Callable[[], str]] = {"support": support_table, "performance": performance, "experiments": readme_text}
 
 
 def filled(text: str) -> str:
