@@ -92,6 +92,8 @@ def contestant(peer: Peer, weights: Tensor, errors: Callable[[int], ErrorsOf]) -
 
 
 def _through_float32(make: Callable[[Tensor], Run], weights: Tensor) -> Run:
+    """Cast, run, and cast back what has the input's shape, all of it timed."""
+
     def run() -> Any:
         result = make(weights.float())()
         return result.to(weights.dtype) if isinstance(result, Tensor) and result.shape == weights.shape else result
@@ -195,9 +197,16 @@ def orthogonal_loop(like: Tensor) -> Run:
 
 
 def _orthogonal_whole(like: Tensor) -> Run:
+    """nn.init.orthogonal_ on whole weights of as many heads as are square together: one layer's, in most models."""
     heads, rows, cols = like.shape
-    whole = torch.empty(rows, heads * cols, dtype=like.dtype, device=like.device)
-    return lambda: nn.init.orthogonal_(whole)
+    together = max(1, rows // cols)
+    sizes = [min(together, heads - start) * cols for start in range(0, heads, together)]
+    weights = [torch.empty(rows, size, dtype=like.dtype, device=like.device) for size in sizes]
+
+    def run() -> list[Tensor]:
+        return [nn.init.orthogonal_(weight) for weight in weights]
+
+    return run
 
 
 def _geotorch(like: Tensor) -> Run:
@@ -323,14 +332,14 @@ PEERS: tuple[Peer, ...] = (
     Peer("numpy.linalg.qr, one batch", "qr", _numpy_qr, "numpy", devices=("cpu",)),
     Peer("scipy.linalg.qr loop", "qr", _scipy_qr, "scipy", devices=("cpu",), few=SLOW),
     Peer("orthogonal_ loop", "random", orthogonal_loop, few=LOOP_ON_GPU),
-    Peer("orthogonal_ on the whole", "random", _orthogonal_whole),
+    Peer("orthogonal_ on the whole", "random", _orthogonal_whole, few={"cuda": 1e10}),
     Peer(
         "randn + linalg.svd, U Vᵀ (Algorithm 1)",
         "random",
         lambda like: lambda: svd_polar(torch.randn_like(like)),
         few=LOOP_ON_GPU,
     ),
-    Peer("geotorch Stiefel.sample", "random", _geotorch, "geotorch", few={"cpu": 1e7, "cuda": 1e8}),
+    Peer("geotorch Stiefel.sample", "random", _geotorch, "geotorch", few={"cpu": 5e6, "cuda": 1e8}),
     Peer("torch.randn", "samples", lambda like: lambda: torch.randn_like(like), halves=True),
     Peer("numpy Philox standard_normal", "samples", _numpy_normal, "numpy", devices=("cpu",)),
     Peer("linalg.cond", "kappa", lambda w: lambda: torch.linalg.cond(w), few=LOOP_ON_GPU),
