@@ -1,7 +1,7 @@
 """Fill the generated parts of README.md: ``python -m benchmarks.readme`` (``--check`` only compares).
 
 A part stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` and is never written by hand: the support
-table comes from the family table, the benchmark tables from the committed result files.
+table comes from the family table, the benchmark tables from the committed result files. So do the pages beside those.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conditioned_kernels.bench.tables import Table, as_markdown
+from conditioned_kernels.bench.tables import Table, as_markdown, as_summary
 from conditioned_kernels.bench.tables import markdown as table_markdown
 from conditioned_kernels.heads.support import support_table
 
@@ -30,8 +30,16 @@ def records(kind: str) -> list[dict[str, Any]]:
 
 
 def performance() -> str:
-    """Every committed benchmark's tables, one machine after the other."""
-    return "\n\n".join(as_markdown(record) for record in records("bench"))
+    """Every committed benchmark in short, one machine after the other."""
+    return "\n\n".join(as_summary(record) for record in records("bench"))
+
+
+def pages() -> dict[Path, str]:
+    """Beside every committed benchmark's file, all its tables."""
+    found = {
+        file.with_suffix(".md"): json.loads(file.read_text("utf-8")) for file in (RESULTS / "bench").glob("*.json")
+    }
+    return {page: f"# {record['environment']['device']}\n\n{as_markdown(record)}\n" for page, record in found.items()}
 
 
 def published() -> str:
@@ -82,15 +90,16 @@ def filled(text: str) -> str:
 
 
 def main() -> int:
-    """Rewrite README.md, or with ``--check`` return 1 if it is out of date."""
+    """Rewrite README.md and the pages, or with ``--check`` return 1 if one is out of date."""
     readme = ROOT / "README.md"
-    before = readme.read_text(encoding="utf-8")
-    after = filled(before)
+    wanted = {readme: filled(readme.read_text(encoding="utf-8")), **pages()}
+    old = [file for file, text in wanted.items() if not file.exists() or file.read_text(encoding="utf-8") != text]
     if "--check" in sys.argv[1:]:
-        if before != after:
-            print("README.md is out of date: run python -m benchmarks.readme", file=sys.stderr)
-        return int(before != after)
-    readme.write_text(after, encoding="utf-8")
+        for file in old:
+            print(f"{file.relative_to(ROOT)} is out of date: run python -m benchmarks.readme", file=sys.stderr)
+        return int(bool(old))
+    for file in old:
+        file.write_text(wanted[file], encoding="utf-8")
     return 0
 
 

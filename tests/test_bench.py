@@ -171,7 +171,7 @@ def tiny(monkeypatch):
     shape = SHAPES["gpt2"]._replace(name="tiny", layers=1, q=2, kv=1, head_dim=4, width=16)
     monkeypatch.setattr(suite, "SHAPES", dict.fromkeys(SHAPES, shape))
     monkeypatch.setattr(suite, "GROUPS", {name: make for name, make in suite.GROUPS.items() if name != "checkpoint"})
-    monkeypatch.setattr(growth, "THREE_DECADES", (1, 2))
+    monkeypatch.setattr(growth, "CALLS", 2)
     monkeypatch.setattr(
         growth,
         "AXES",
@@ -317,7 +317,7 @@ def test_command_lists_cases(run):
 )
 def test_command_errors(run, args, says, monkeypatch):
     monkeypatch.chdir(Path(__file__).resolve().parent.parent)
-    monkeypatch.setattr(measure, "run", lambda *a, **k: pytest.fail("it measured"))
+    monkeypatch.setattr(measure, "measured_rates", lambda device: pytest.fail("it measured"))
     code, _, err = run("bench", *args)
     assert code == 2 and says in err
 

@@ -33,6 +33,8 @@ AXES: dict[str, tuple[tuple[int, int, int], tuple[int, ...]]] = {
 """What grows: the smallest (heads, rows, cols), and by how much."""
 MOST = 2.0
 """Seconds of one run above which an operation is not run at larger sizes."""
+CALLS = 60
+"""After how many calls memory is looked at for what they left behind."""
 
 
 @dataclass(frozen=True)
@@ -92,17 +94,17 @@ def measure_growth(operation: str, axis: str, device: torch.device, *, repeats: 
     return Growth(operation, axis, start, tuple(sizes), tuple(times), exponent, r_squared, tuple(memory))
 
 
-def leak(operation: str, device: torch.device, calls: int = 60) -> float | None:
-    """Growth of the memory held after so many calls, in units of the input's own."""
+def leak(operation: str, device: torch.device) -> float | None:
+    """Growth of the most memory held, from one call to many, in units of the input's own."""
     function, _ = OPERATIONS[operation]
-    weights = gaussian(256, 256, 64, device)
+    weights = gaussian(64, 256, 64, device)
 
     def repeated(number: int) -> None:
         for _ in range(number):
             function(weights)
 
     repeated(3)
-    more = peak_memory(lambda: repeated(calls), device)
+    more = peak_memory(lambda: repeated(CALLS), device)
     once = peak_memory(lambda: repeated(1), device)
     return None if more is None or once is None else (more - once) / (weights.numel() * weights.itemsize)
 

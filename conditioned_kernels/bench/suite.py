@@ -20,6 +20,7 @@ from . import peers
 from .case import INVERSE_KAPPA, KAPPA, MOMENT, POLAR, QR, RESIDUAL, SIGMA, TOP, Case, Contestant, Errors, Skipped, Work
 from .shapes import SHAPES, Shape
 from .spectra import SPECTRA
+from .tables import OURS
 
 Group = Callable[[torch.device], list[Case]]
 
@@ -30,7 +31,7 @@ AMPLIFIED = {"kappa 1e3": 100.0}
 REFERENCES = (8, 512)
 """Heads compared with a float64 factor, and with float64 singular values, both made on the CPU; one head's result does
 not depend on the others."""
-TORCH_BACKEND = "the same, torch backend"
+TORCH_BACKEND = f"{OURS}, torch backend"
 
 
 class Row(NamedTuple):
@@ -309,7 +310,7 @@ def stage_contestants(stage: str, heads: int, cols: int, device: torch.device) -
 
     return (
         Contestant("spectrum_bracket", bracket, ends_error),
-        Contestant("spectrum_bracket, warm", lambda: bracket(start), ends_error),
+        Contestant(f"{OURS}, warm", lambda: bracket(start), ends_error),
         Contestant("linalg.eigvalsh", eigenvalues, ends_error),
     )
 
@@ -391,7 +392,7 @@ def semi_orthogonal_cases(device: torch.device) -> list[Case]:
             "samples",
             f"{number / 1e6:.1f} million normal samples, float32",
             partial(sample_contestants, number, device),
-            {MOMENT: 4e-3},
+            {MOMENT: 8 / number**0.5},
             {"torch.randn": 3} if device.type == "cpu" else {},
             work=Work(4 * number, 0, torch.float32),
         ),

@@ -6,6 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 Record = Mapping[str, Any]
+OURS = "the same"
+"""How the name of a contestant begins that is ours too, such as another backend."""
+WORDS = ("remark", "the fastest other", "targets")
+"""Columns of words behind columns of numbers."""
 
 
 class Table(NamedTuple):
@@ -43,7 +47,7 @@ def result_table(result: Mapping[str, Any]) -> Table:
         [
             (
                 row["contestant"],
-                f"{1e3 * row['best']:.3g}" if row["best"] < 1 else f"{1e3 * row['best']:,.0f}",
+                _milliseconds(row["best"]),
                 _ratio(row),
                 "" if row["floor"] is None else f"{100 * row['floor']:.0f}",
                 *(f"{row['errors'][kind]:.1e}" if kind in row["errors"] else "" for kind in kinds),
@@ -53,6 +57,10 @@ def result_table(result: Mapping[str, Any]) -> Table:
             if row["best"] is not None
         ],
     )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
 
 
 def _ratio(row: Mapping[str, Any]) -> str:
@@ -88,6 +96,32 @@ def missed(record: Record) -> Iterator[str]:
         for row in result["rows"]:
             if row["target"] and row["ratio"] is not None and row["ratio"] < row["target"]:
                 yield f"{result['name']}: {row['contestant']} {row['ratio']:.1f} times ours, target {row['target']:g}"
+
+
+def summary(record: Record) -> Table:
+    """One line per case: ours, its distance to the floor, the fastest peer of equal results, and the targets."""
+    rows = []
+    for result in record["results"]:
+        ours, *others = (row for row in result["rows"] if row["best"] is not None) if result["turns"] else (None,)
+        if ours is None:
+            continue
+        peers = [row for row in others if row["equal"] and not row["contestant"].startswith(OURS)]
+        fastest = min(peers, key=lambda row: row["ratio"], default=None)
+        targets = [f"{row['contestant']}: {_ratio(row)}" for row in peers if row["target"]]
+        if result["seconds"]:
+            targets.append(f"{ours['best']:.2f} s (target {result['seconds']:g} s)")
+        rows.append(
+            (
+                result["title"],
+                _milliseconds(ours["best"]),
+                "" if ours["floor"] is None else f"{100 * ours['floor']:.0f}",
+                "" if fastest is None else _ratio({**fastest, "target": None}),
+                "" if fastest is None else fastest["contestant"],
+                "; ".join(targets),
+            )
+        )
+    columns = ("", "ours, ms", "% of floor", "times ours", "the fastest other", "targets")
+    return Table("Ours and the fastest other way of equal results", columns, rows)
 
 
 def growth_table(growth: Mapping[str, Any]) -> Table:
@@ -129,18 +163,29 @@ def markdown(table: Table) -> str:
     def line(cells: tuple[str, ...]) -> str:
         return "| " + " | ".join(cells[i].replace("|", "\\|") for i in kept) + " |"
 
-    rule = tuple("---" if i < table.words or table.columns[i] == "remark" else "--:" for i in range(len(table.columns)))
+    rule = tuple("---" if i < table.words or table.columns[i] in WORDS else "--:" for i in range(len(table.columns)))
     return "\n".join((f"**{table.title}**", "", line(table.columns), line(rule), *map(line, table.rows)))
 
 
 def as_markdown(record: Record) -> str:
-    """A whole record for the README."""
+    """A whole record: every contestant of every case."""
     parts = [headline(record), *map(markdown, tables(record))]
     if absent := skipped(record):
         parts.append("Not timed:\n\n" + "\n".join(f"- {why} ({_cases(names)})" for why, names in absent.items()))
+    return "\n\n".join((*parts, *_targets(record)))
+
+
+def as_summary(record: Record) -> str:
+    """A record in short: a line per case, growth, targets missed."""
+    parts = [headline(record), markdown(summary(record))]
+    if record.get("growth"):
+        parts.append(markdown(growth_table(record["growth"])))
+    return "\n\n".join((*parts, *_targets(record)))
+
+
+def _targets(record: Record) -> Iterator[str]:
     if unmet := list(missed(record)):
-        parts.append("Targets missed: " + "; ".join(unmet) + ".")
-    return "\n\n".join(parts)
+        yield "Targets missed: " + "; ".join(unmet) + "."
 
 
 def _cases(names: list[str]) -> str:
@@ -153,10 +198,10 @@ def show(record: Record, console: Any) -> None:
     from rich.table import Table as RichTable
 
     console.print(escape(headline(record)), highlight=False)
-    for table in tables(record):
+    for table in (*tables(record), summary(record)):
         drawn = RichTable(title=escape(table.title), title_justify="left", header_style="bold")
         for number, column in enumerate(table.columns):
-            words = number < table.words or column == "remark"
+            words = number < table.words or column in WORDS
             drawn.add_column(escape(column), justify="left" if words else "right", no_wrap=not words)
         for row in table.rows:
             drawn.add_row(*map(escape, row))
