@@ -1,8 +1,25 @@
 """Initialization schemes, one file each; all return an :class:`InitReport`."""
 
+from .calibrate import CalibrationReport, LayerCalibration, calibrate_gain
 from .conditioned import conditioned_
 from .init_report import InitReport, ProjectionReport
+from .initialize import SCHEMES, initialize_
+from .mimetic import mimetic_
 from .random import random_
 from .warmup import warmup
+from .weight_selection import weight_selection_
 
-__all__ = ["InitReport", "ProjectionReport", "conditioned_", "random_", "warmup"]
+__all__ = [
+    "SCHEMES",
+    "CalibrationReport",
+    "InitReport",
+    "LayerCalibration",
+    "ProjectionReport",
+    "calibrate_gain",
+    "conditioned_",
+    "initialize_",
+    "mimetic_",
+    "random_",
+    "warmup",
+    "weight_selection_",
+]
