@@ -23,6 +23,7 @@ ALL = (
     "semi-v",
     "mimetic",
     "calibrated",
+    "spectral",
     "redraw",
     "xavier",
 )
