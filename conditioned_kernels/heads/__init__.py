@@ -15,12 +15,14 @@ from .layout import (
     Sections,
     Separate,
 )
+from .mechanics import MECHANICS, Mechanics, attention_heads
 from .probe import ProbeReport, probe
 from .shards import shard_views
 from .support import support_rows, support_table
 
 __all__ = [
     "FAMILIES",
+    "MECHANICS",
     "AttentionLayer",
     "Blocked",
     "Choose",
@@ -32,11 +34,13 @@ __all__ = [
     "Interleaved",
     "Joined",
     "LayoutError",
+    "Mechanics",
     "NoAttentionFound",
     "ProbeReport",
     "Projection",
     "Sections",
     "Separate",
+    "attention_heads",
     "find_attention",
     "probe",
     "register_layout",
