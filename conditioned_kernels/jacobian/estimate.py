@@ -101,9 +101,9 @@ def jacobian_condition(
     (Kuczynski and Wozniakowski 1992). sigma_min is exact where the reduction says so. Elsewhere it is bracketed by
     sigma_min(P X) and the Rayleigh quotient of a preconditioned Davidson vector: the value is usually good to 1e-3, but
     cannot be proven, and where it is not met, ``kappa`` is the bracket's lower end.
-    *Cost.* reduced rows n = tokens * min(value_dim, keys - 1). Exact: about 2 n^3 / 3 to n^3 flops and 3 matrices of n^2
-    numbers per head, one head at a time. Lanczos: O(tokens keys head_dim + tokens^2 head_dim) per step and head, at most
-    32 MiB of bases.
+    *Cost.* reduced rows n = tokens * min(value_dim, keys - 1). Exact: about 2 n^3 / 3 to n^3 flops and 3 matrices of
+    n^2 numbers per head, one head at a time. Lanczos: O(tokens keys head_dim + tokens^2 head_dim) per step and head, at
+    most 32 MiB of bases.
     *Source.* Saratchandran and Lucey, ICLR 2026, section 3; the closed form and the reduction are this package's.
     """
     _validate.choice(method, "method", METHODS)
