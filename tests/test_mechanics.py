@@ -254,7 +254,11 @@ def test_the_masks_of_torchs_own_class():
         (True, (x, x, x), {}),
         (True, (x, x, x), {"attn_mask": causal}),
         (True, (x, x, x), {"attn_mask": causal, "is_causal": True, "need_weights": False}),
-        (True, (x, x, x), {"attn_mask": numbers, "key_padding_mask": padding}),
+        (
+            True,
+            (x, x, x),
+            {"attn_mask": numbers, "key_padding_mask": torch.zeros(2, 6).masked_fill(padding, -torch.inf)},
+        ),
         (True, (x, x, x), {"attn_mask": causal, "key_padding_mask": padding}),
         (True, (x, x, x), {"attn_mask": torch.randn(8, 6, 6)}),
         (True, (x, memory, memory), {}),
