@@ -6,7 +6,9 @@ from ._version import __version__
 from .condition import ConditionEstimate, condition_number
 from .heads import LayoutError, NoAttentionFound, find_attention, probe, register_layout
 from .initialize import (
+    CalibrationReport,
     InitReport,
+    calibrate_gain,
     conditioned_,
     export_spectral_conditioning,
     initialize_,
@@ -17,19 +19,36 @@ from .initialize import (
     warmup,
     weight_selection_,
 )
+from .jacobian import (
+    AttentionHeads,
+    JacobianBound,
+    JacobianEstimate,
+    NoJacobian,
+    jacobian_bound,
+    jacobian_condition,
+    limiting_factor,
+)
+from .monitor import ConditioningMonitor
 from .orthogonalize import Certificate, certify, orthogonalize, semi_orthogonal, semi_orthogonal_
 from .verify import VerifyReport, verify
 
 __all__ = [
+    "AttentionHeads",
+    "CalibrationReport",
     "Certificate",
     "ConditionEstimate",
+    "ConditioningMonitor",
     "InitReport",
+    "JacobianBound",
+    "JacobianEstimate",
     "LayoutError",
     "NoAttentionFound",
+    "NoJacobian",
     "Status",
     "VerifyReport",
     "__version__",
     "backends",
+    "calibrate_gain",
     "certify",
     "condition_number",
     "conditioned_",
@@ -37,6 +56,9 @@ __all__ = [
     "export_spectral_conditioning",
     "find_attention",
     "initialize_",
+    "jacobian_bound",
+    "jacobian_condition",
+    "limiting_factor",
     "mimetic_",
     "orthogonalize",
     "probe",

@@ -138,7 +138,12 @@ def _factor(gram: Tensor, method: str) -> Tensor:
 
 
 def _extremes(gram: Tensor, rounding: Tensor, rtol: float) -> Tensor:
-    return spectrum_bracket(gram, rounding, rtol, gram.shape[-1])[0].T
+    return _follow(gram, rounding, rtol, None)[0]
+
+
+def _follow(gram: Tensor, rounding: Tensor, rtol: float, vectors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    bounds, vectors, _, _ = spectrum_bracket(gram, rounding, rtol, gram.shape[-1], vectors)
+    return bounds.T, vectors
 
 
 def _gram(weights: Tensor) -> Tensor:
@@ -153,7 +158,7 @@ def _gram_terms(weights: Tensor) -> tuple[Tensor, int]:
 
 
 _TORCH = _torch.SMALL_MATRIX
-_EXTENSION = _torch.SmallMatrix(_factor, _extremes, _gram, _gram_terms)
+_EXTENSION = _torch.SmallMatrix(_factor, _extremes, _follow, _gram, _gram_terms)
 
 
 def small_matrix(backend: str, matrices: Tensor) -> _torch.SmallMatrix:
@@ -183,13 +188,18 @@ def orthogonalize(backend: str, weights: Tensor, method: str, out: Tensor) -> tu
 
 
 def semi_orthogonal_(
-    tensors: list[Tensor], keys: list[int], gains: list[float], method: str, redraw: Callable[..., Tensor]
+    tensors: list[Tensor],
+    keys: list[int],
+    firsts: list[int],
+    gains: list[float],
+    method: str,
+    redraw: Callable[..., Tensor],
 ) -> Tensor:
     """Draw semi-orthogonal heads straight into ``tensors``, for the "triton" backend and at most 128 rows."""
     first = tensors[0] if tensors[0].shape[-2] < tensors[0].shape[-1] else tensors[0].mT
     with _torch.full_precision():
         small = small_matrix("triton", first)
-        return _triton_route().semi_orthogonal_(tensors, keys, gains, method, small.factor, redraw)
+        return _triton_route().semi_orthogonal_(tensors, keys, firsts, gains, method, small.factor, redraw)
 
 
 def identity_(tensors: list[Tensor], gains: list[float], block: bool) -> None:

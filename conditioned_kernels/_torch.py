@@ -89,6 +89,8 @@ class SmallMatrix(NamedTuple):
 
     factor : (gram, method) -> the F with F W orthonormal, NaN where it fails; see :func:`factor`.
     extremes : (gram, rounding, rtol) -> (6, b) float64 eigenvalue brackets; see :func:`extremes`.
+    follow : (gram, rounding, rtol, vectors or None) -> (the same brackets, vectors): the vectors of one call speed up
+        the next, on a matrix that has changed little; None where the backend has no use for them.
     gram : w -> W W^H, summed in any order.
     gram_terms : w -> (W W^H, k), where no product of two elements is rounded more than k times on its way into the
         sum; see :func:`gram_rounding`.
@@ -97,6 +99,7 @@ class SmallMatrix(NamedTuple):
 
     factor: Callable[[Tensor, str], Tensor]
     extremes: Callable[[Tensor, Tensor, float], Tensor]
+    follow: Callable[[Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor | None]]
     gram: Callable[[Tensor], Tensor]
     gram_terms: Callable[[Tensor], tuple[Tensor, int]]
     halves: bool = False
@@ -353,11 +356,30 @@ def _spectrum_chunk(w: Tensor, rtol: float, small: SmallMatrix) -> tuple[Tensor,
 
 
 def _extremes_gram(w: Tensor, rtol: float, small: SmallMatrix) -> Tensor:
-    gram, terms = small.gram_terms(w)
+    return _extremes_of(*small.gram_terms(w), rtol, small)
+
+
+def _extremes_of(gram: Tensor, terms: int, rtol: float, small: SmallMatrix) -> Tensor:
     rounding = gram_rounding(gram, terms).double()
-    usable = rounding.isfinite() & (rounding > _smallest_rounding(gram.dtype))
+    usable = rounding.isfinite() & (rounding > smallest_rounding(gram.dtype))
     values = small.extremes(gram, rounding, rtol)
     return torch.where(usable, values.clamp_min(0).sqrt_(), torch.nan)
+
+
+def spectrum_of_gram(gram: Tensor, terms: int, rtol: float, small: SmallMatrix) -> tuple[Tensor, Tensor]:
+    """:func:`spectrum` of matrices of which only the Gram matrices are here, float64; the one level there is."""
+    values = _extremes_of(gram, terms, rtol, small)
+    _, max_low, max_high, _, min_low, min_high = values
+    status = torch.full(gram.shape[:1], int(Status.TOLERANCE_NOT_MET), dtype=torch.int8, device=gram.device)
+    status[(max_high * min_high <= (1 + rtol) * (max_low * min_low)) & (min_low > 0)] = int(Status.CONVERGED)
+    status[min_low <= 0] = int(Status.RANK_DEFICIENT)
+    nonfinite = ~gram.isfinite().all(-1).all(-1)
+    status[nonfinite] = int(Status.NON_FINITE)
+    values[:, nonfinite] = torch.nan
+    zero = (gram == 0).all(-1).all(-1)
+    status[zero] = int(Status.ZERO_MATRIX)
+    values[:, zero] = 0
+    return values, status
 
 
 def extremes(gram: Tensor, rounding: Tensor, rtol: float) -> Tensor:
@@ -375,10 +397,15 @@ def extremes(gram: Tensor, rounding: Tensor, rtol: float) -> Tensor:
     return torch.stack((high, high - delta, high + delta, low, low - delta, low + delta))
 
 
-SMALL_MATRIX = SmallMatrix(factor, extremes, gram_plain, gram_blocked)
+def follow(gram: Tensor, rounding: Tensor, rtol: float, vectors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """:func:`extremes`, which starts from nothing."""
+    return extremes(gram, rounding, rtol), None
 
 
-def _smallest_rounding(dtype: torch.dtype) -> float:
+SMALL_MATRIX = SmallMatrix(factor, extremes, follow, gram_plain, gram_blocked)
+
+
+def smallest_rounding(dtype: torch.dtype) -> float:
     # Products below the normal range are lost, at most tiny each; far below this delta they do not matter.
     return torch.finfo(dtype).tiny * 2.0**40
 

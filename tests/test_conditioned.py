@@ -568,7 +568,7 @@ def test_tied_weights_cannot_have_two_values_and_shared_modules_are_visited_once
         ({"gain": 0}, ValueError, r"gain\['q'\] must be a positive finite number, got 0"),
         ({"gain": -2.0}, ValueError, "must be a positive finite number"),
         ({"gain": math.inf}, ValueError, "must be a positive finite number"),
-        ({"gain": "half"}, ValueError, "must be one of 'unit', 'preserve', got 'half'"),
+        ({"gain": "half"}, ValueError, "must be one of 'unit', 'preserve', 'calibrated', got 'half'"),
         ({"gain": {"o": 1.0}}, ValueError, r"gain may name the roles 'q', 'k' and 'v', got \['o'\]"),
         ({"gain": {"k": math.nan}}, ValueError, r"gain\['k'\] must be"),
         ({"value": "identity"}, ValueError, "value must be one of 'block', 'repeat', 'semi_orthogonal', 'keep'"),
@@ -639,7 +639,7 @@ def test_a_failure_leaves_the_model_bit_identical(
         calls += 1
         if calls == call:
             if place[1] == "_write":
-                target, heads = args
+                target, [(_, heads)] = args
                 target.heads[: HEADS // 2].copy_(heads[: HEADS // 2])  # half written when it happens
             raise error
         return original(*args, **kwargs)

@@ -1,5 +1,6 @@
 """Initialization schemes, one file each; all return an :class:`InitReport`."""
 
+from .calibrate import CalibrationReport, LayerCalibration, calibrate_gain
 from .conditioned import conditioned_
 from .init_report import InitReport, ProjectionReport
 from .initialize import SCHEMES, initialize_
@@ -15,8 +16,11 @@ from .weight_selection import weight_selection_
 
 __all__ = [
     "SCHEMES",
+    "CalibrationReport",
     "InitReport",
+    "LayerCalibration",
     "ProjectionReport",
+    "calibrate_gain",
     "conditioned_",
     "export_spectral_conditioning",
     "initialize_",

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .. import _validate
+from .. import _validate, distributed
 from ..heads.discover import Where
 from ..heads.layout import LATENT, ROLES, LayoutFunction
 from ..orthogonalize import grouped, identity_together_, semi_orthogonal, semi_orthogonal_together_
 from ..sampling import resolve_seed
 from .apply import Draw, Target, apply_scheme, named_errors
+from .calibrate import calibrate_gain, conditioned_then_calibrated
 from .init_report import InitReport
 
-Gain = float | Literal["unit", "preserve"]
+Gain = float | Literal["unit", "preserve", "calibrated"]
 MADE = {"semi_orthogonal": "semi-orthogonal"}
 VALUES = ("block", "repeat", "semi_orthogonal", "keep")
 
@@ -34,6 +35,7 @@ def conditioned_(
     include_frozen: bool = False,
     overwrite: bool = False,
     generator: torch.Generator | None = None,
+    calibration: Any = None,
 ) -> InitReport:
     """Give every attention head of ``model``, in place, W_Q and W_K semi-orthogonal and W_V a rectangular identity.
 
@@ -50,7 +52,8 @@ def conditioned_(
         to float32 rounding, nor on the order or number of layers. torch's global random state is not touched.
     gain : the singular value. "unit" is 1, as in the paper; "preserve" keeps each projection's Frobenius norm, so
         that only the spectrum changes; or a number. A mapping gives it per role: ``{"q": "unit", "v": 0.3}``, the
-        others "unit".
+        others "unit". "calibrated" makes the weights with gain 1 and then runs :func:`calibrate_gain` on
+        ``calibration``; alone it means W_Q and W_K calibrated and W_V "unit".
     value : W_V. "block": row i of the stacked weight is the unit vector e_(i mod in_features), so each head reads
         its own coordinates; "repeat": every head gets the same identity, as Algorithm 1 reads literally (stacked
         rank head_dim only); "semi_orthogonal": as W_Q; "keep": W_V stays as it is. A head with more rows than
@@ -63,6 +66,7 @@ def conditioned_(
     include_frozen : also write weights with ``requires_grad=False``.
     overwrite : also write weights that transformers loaded from a checkpoint.
     generator : if given, replaces ``seed`` by one 63-bit draw from it.
+    calibration : for gain="calibrated", a batch as the model's forward takes it: a tensor, a tuple or a dict.
 
     Returns
     -------
@@ -100,50 +104,58 @@ def conditioned_(
     gains = _gains(gain)
     _validate.choice(value, "value", VALUES)
     seed = resolve_seed(seed, generator)
+    if moving := "".join(role for role in "qkv" if gains[role] == "calibrated"):
+        if calibration is None:
+            raise ValueError("gain='calibrated' needs a batch of the model's inputs: pass calibration=")
+        fixed = {role: "unit" if role in moving else size for role, size in gains.items() if role != "kv"}
+        writable: dict[str, Any] = {"include_frozen": include_frozen, "overwrite": overwrite}
+        found: dict[str, Any] = {"where": where, "layouts": layouts}
+        return conditioned_then_calibrated(
+            model,
+            lambda: conditioned_(model, seed=seed, gain=fixed, value=value, strict=strict, **found, **writable),
+            lambda: calibrate_gain(model, calibration, roles=moving, **found, **writable),
+            strict=strict,
+            **found,
+        )
 
-    sizes: dict[int, float] = {}
-    made: dict[int, Tensor] = {}
+    sizes: dict[tuple[str, str], float] = {}
+    made: dict[tuple[str, str], Tensor] = {}
 
     def kind_of(target: Target) -> str:
         return value if target.projection.role == "v" else "semi_orthogonal"
 
-    def size_of(target: Target) -> float:
-        if id(target) not in sizes:
-            latent = target.projection.part == LATENT
-            sizes[id(target)] = 1.0 if latent else _resolve_gain(gains[target.projection.role], target.heads)
-        return sizes[id(target)]
-
     def prepare(targets: list[Target]) -> None:
-        for kind in dict.fromkeys(map(kind_of, targets)):
-            chosen = [target for target in targets if kind_of(target) == kind and grouped(target.heads)]
-            if kind == "keep" or not chosen:
-                continue
-            for target in chosen:
-                with named_errors(target):
-                    size_of(target)
-            made.update(_make_together(chosen, kind, [size_of(target) for target in chosen], seed))
+        chosen = [target for target in targets if kind_of(target) != "keep"]
+        sizes.update(_sizes(chosen, gains))
+        for kind in dict.fromkeys(map(kind_of, chosen)):
+            alike = [t for t in chosen if kind_of(t) == kind and t.piece is None and grouped(t.heads)]
+            if alike:
+                made.update(_make_together(alike, kind, [sizes[target.key] for target in alike], seed))
 
     def draw(target: Target) -> Draw:
-        kind, heads = kind_of(target), target.heads
+        kind = kind_of(target)
         if kind == "keep":
             return Draw(None, "value='keep'")
+        size = sizes[target.key]
+        if target.key in made:
+            return Draw(made.pop(target.key), MADE.get(kind, f"identity, {kind}"), size)
         with named_errors(target):
-            size = size_of(target)
-            if id(target) in made:
-                return Draw(made.pop(id(target)), MADE.get(kind, f"identity, {kind}"), size)
+            work = torch.float64 if target.dtype == torch.float64 else torch.float32
             if kind == "semi_orthogonal":
-                work = torch.float64 if heads.dtype == torch.float64 else torch.float32
                 new = semi_orthogonal(
-                    tuple(heads.shape),
+                    target.drawn_shape,
                     seed=seed,
                     key=target.name,
                     role=target.stream_role,
+                    first=target.chunk.start,
                     gain=size,
                     dtype=work,
-                    device=heads.device,
+                    device=target.device,
                 )
                 return Draw(new, MADE[kind], size)
-            return Draw(identity_heads(heads, size, block=kind == "block"), f"identity, {kind}", size)
+            new = torch.empty(target.drawn_shape, dtype=target.dtype, device=target.device)
+            new = identity_heads(new, size, block=kind == "block", first=target.chunk.start)
+            return Draw(new, f"identity, {kind}", size)
 
     return apply_scheme(
         model,
@@ -159,9 +171,9 @@ def conditioned_(
     )
 
 
-def _make_together(targets: list[Target], kind: str, sizes: list[float], seed: int) -> dict[int, Tensor]:
-    """New heads of all targets by their ids, in one launch per kind of head: 48 layers cost what one does."""
-    made: dict[int, Tensor] = {}
+def _make_together(targets: list[Target], kind: str, sizes: list[float], seed: int) -> dict[tuple[str, str], Tensor]:
+    """New heads of all targets by their keys, in one launch per kind of head: 48 layers cost what one does."""
+    made: dict[tuple[str, str], Tensor] = {}
     for device in dict.fromkeys(target.heads.device for target in targets):
         here = [(target, size) for target, size in zip(targets, sizes, strict=True) if target.heads.device == device]
         new = [torch.empty(target.heads.shape, dtype=target.heads.dtype, device=device) for target, _ in here]
@@ -170,47 +182,74 @@ def _make_together(targets: list[Target], kind: str, sizes: list[float], seed: i
             semi_orthogonal_together_(new, seed=seed, names=names, gains=[size for _, size in here])
         else:
             identity_together_(new, [size for _, size in here], block=kind == "block")
-        made.update((id(target), tensor) for (target, _), tensor in zip(here, new, strict=True))
+        made.update((target.key, tensor) for (target, _), tensor in zip(here, new, strict=True))
     return made
 
 
-def identity_heads(like: Tensor, gain: float = 1.0, *, block: bool = True) -> Tensor:
+def identity_heads(like: Tensor, gain: float = 1.0, *, block: bool = True, first: int = 0) -> Tensor:
     """Rectangular identities times ``gain``, shaped (*heads, head_dim, in_features) as ``like``; exact in every dtype.
 
     With ``block``, row r of head h is e_((h * head_dim + r) mod in_features), so heads * head_dim > in_features
-    wraps around and leaves no head dead; without, every head is I. Rows r >= in_features are zero.
+    wraps around and leaves no head dead; without, every head is I. Rows r >= in_features are zero. ``first`` is the
+    number h of the first head here.
     """
     rows, cols = like.shape[-2:]
     out = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
     heads = out.view(-1, rows, cols)
     row = torch.arange(min(rows, cols), device=like.device)
     head = torch.arange(heads.shape[0], device=like.device)[:, None]
-    heads[head, row, (head * rows * block + row) % cols] = gain
+    heads[head, row, ((first + head) * rows * block + row) % cols] = gain
     return out
 
 
 def _gains(gain: Gain | Mapping[str, Gain]) -> dict[str, Gain]:
+    if gain == "calibrated":
+        gain = {"q": gain, "k": gain}
     given = dict(gain) if isinstance(gain, Mapping) else dict.fromkeys(("q", "k", "v"), gain)
     if unknown := set(given) - {"q", "k", "v"}:
         raise ValueError(f"gain may name the roles 'q', 'k' and 'v', got {sorted(map(str, unknown))}")
     for role, size in given.items():
         if isinstance(size, str):
-            _validate.choice(size, f"gain[{role!r}]", ("unit", "preserve"))
+            _validate.choice(size, f"gain[{role!r}]", ("unit", "preserve", "calibrated"))
         else:
             _validate.positive(size, f"gain[{role!r}]")
     return {role: given.get(role, "unit") for role in ROLES}
 
 
-def _resolve_gain(gain: Gain, heads: Tensor) -> float:
-    if gain == "unit":
-        return 1.0
-    if gain != "preserve":
-        return float(gain)
-    norm = float(torch.linalg.vector_norm(heads, dtype=torch.float64))
-    if not math.isfinite(norm) or norm == 0:
-        broken = [i for i, head in enumerate(heads.reshape(-1, *heads.shape[-2:])) if not head.isfinite().all()]
-        what = f"non-finite input in heads {broken}" if broken else "all zeros"
-        raise ValueError(
-            f"gain='preserve' needs weights with a norm, got {what}; initialize the model first, or give a number"
-        )
-    return norm / math.sqrt(math.prod(heads.shape[:-2]) * min(heads.shape[-2:]))
+def _sizes(targets: list[Target], gains: dict[str, Gain]) -> dict[tuple[str, str], float]:
+    """The singular value of each target, by its key."""
+    sizes: dict[tuple[str, str], float] = {}
+    preserved = []
+    for target in targets:
+        gain = 1.0 if target.projection.part == LATENT else gains[target.projection.role]
+        if gain == "preserve":
+            preserved.append(target)
+        else:
+            sizes[target.key] = 1.0 if gain == "unit" else float(gain)
+    for target, norm in zip(preserved, _norms(preserved), strict=True):
+        if not math.isfinite(norm) or norm == 0:
+            raise ValueError(
+                f"{target.name} ({target.projection.role}): gain='preserve' needs weights with a norm, got "
+                f"{_broken(target) if norm else 'all zeros'}; initialize the model first, or give a number"
+            )
+        sizes[target.key] = norm / math.sqrt(target.count * min(target.shape[-2:]))
+    return sizes
+
+
+def _norms(targets: list[Target]) -> list[float]:
+    """Frobenius norms; of the sharded targets with one reduction for all of them, on every rank."""
+    sharded = [(target.piece, target.weight) for target in targets if target.piece is not None]
+    squares = iter(distributed.squared_norms(sharded))
+    return [
+        float(torch.linalg.vector_norm(target.heads, dtype=torch.float64))
+        if target.piece is None
+        else math.sqrt(next(squares))
+        for target in targets
+    ]
+
+
+def _broken(target: Target) -> str:
+    if target.piece is not None:
+        return "non-finite input"
+    heads = target.heads.reshape(-1, *target.shape[-2:])
+    return f"non-finite input in heads {[i for i, head in enumerate(heads) if not head.isfinite().all()]}"

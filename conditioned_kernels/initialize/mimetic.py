@@ -93,6 +93,7 @@ def mimetic_(
     """
     scales = {"qk": _scales(qk, "qk"), "vo": _scales(vo, "vo")}
     seed = resolve_seed(seed, generator)
+    layers: dict[int, dict[str, Target]] = {}
     made: dict[tuple[str, str], Draw] = {}
 
     def choose(found: Discovery) -> list[Target]:
@@ -102,21 +103,24 @@ def mimetic_(
         return [*resolve(found, outputs=True), *tables]
 
     def prepare(targets: list[Target]) -> None:
-        layers: dict[int, dict[str, Target]] = {}
+        layers.clear()
         for target in targets:
             layers.setdefault(id(target.layer), {})[target.stream_role] = target
-        for layer in layers.values():
-            for kind, first, second in PAIRS:
-                made.update(_draw_pair(layer, kind, first, second, scales[kind], seed))
-            if "v.global" in layer and "v" in layer:
-                made[_key(layer["v.global"])] = made[_key(layer["v"])]
 
     def draw(target: Target) -> Draw:
         if target.projection.role == WHOLE:
             return Draw(sinusoids(target.heads), "sinusoidal")
         if target.projection.part == POSITION:
             return Draw(None, "projection of relative positions, whose product has no identity to resemble")
-        return made[_key(target)]
+        if target.key not in made:
+            # One layer at a time: a sharded model is larger than what a rank may hold.
+            made.clear()
+            layer = layers[id(target.layer)]
+            for kind, first, second in PAIRS:
+                made.update(_draw_pair(layer, kind, first, second, scales[kind], seed))
+            if "v.global" in layer and "v" in layer:
+                made[layer["v.global"].key] = made[layer["v"].key]
+        return made[target.key]
 
     return apply_scheme(
         model,
@@ -164,10 +168,10 @@ def _check(layer: AttentionLayer, *, vo: bool) -> None:
 def _draw_pair(
     layer: Mapping[str, Target], kind: str, first: str, second: str, scales: Pair | None, seed: int
 ) -> dict[tuple[str, str], Draw]:
-    """What becomes of the two targets whose product is given."""
+    """What becomes of the two targets whose product is given, by their keys."""
     present = [layer[label] for label in (first, second) if label in layer]
     if scales is None or not present:
-        return {_key(target): Draw(None, f"{kind}=None") for target in present}
+        return {target.key: Draw(None, f"{kind}=None") for target in present}
     if len(present) == 1:
         missing = second if first in layer else first
         raise ValueError(
@@ -178,45 +182,37 @@ def _draw_pair(
     with named_errors(one):
         values = (_query_key if kind == "qk" else _value_output)(one, other, scales, seed)
     made = f"mimetic, {scales[0]:g} Z / sqrt(D) {'+' if kind == 'qk' else '-'} {scales[1]:g} I"
-    return {_key(target): Draw(value, made) for target, value in zip(present, values, strict=True)}
-
-
-def _key(target: Target) -> tuple[str, str]:
-    return target.name, target.stream_role
+    return {target.key: Draw(value, made) for target, value in zip(present, values, strict=True)}
 
 
 def _query_key(query: Target, key: Target, scales: Pair, seed: int) -> tuple[Tensor, Tensor]:
-    wide, shared = (flat_heads(target.heads) for target in (query, key))
-    rows, group = wide.shape[1], _group(wide, shared)
-    new_query, new_key = (torch.empty(x.shape, dtype=_work(x), device=x.device) for x in (wide, shared))
-    for head in range(shared.shape[0]):
+    rows, group = query.shape[-2], _group(query, key)
+    new_query, new_key = (torch.empty(x.count, *x.shape[-2:], dtype=_work(x), device=x.device) for x in (query, key))
+    for head in range(key.count):
         mine = range(head * group, (head + 1) * group)
-        stacked = torch.cat(list(product_targets(query, mine, (wide.shape[2], shared.shape[2]), scales, seed)))
+        stacked = torch.cat(list(product_targets(query, mine, (query.shape[-1], key.shape[-1]), scales, seed)))
         left, right = balanced_factors(stacked, rows, stream_key(seed, query.name, f"mimetic/start/{head}"))
         new_query[mine.start : mine.stop] = left.unflatten(0, (group, -1)).mT
         new_key[head] = right
-    return new_query.view(query.heads.shape), new_key.view(key.heads.shape)
+    return new_query, new_key
 
 
 def _value_output(value: Target, output: Target, scales: Pair, seed: int) -> tuple[Tensor, Tensor]:
-    shared, wide = (flat_heads(target.heads) for target in (value, output))
-    heads, rows, width = shared.shape
-    group = _group(wide, shared)
-    (whole,) = product_targets(output, range(1), (width, wide.shape[2]), (scales[0], -scales[1]), seed)
+    heads, (rows, width), group = value.count, value.shape[-2:], _group(output, value)
+    (whole,) = product_targets(output, range(1), (width, output.shape[-1]), (scales[0], -scales[1]), seed)
     left, right = balanced_factors(whole, heads * rows, stream_key(seed, output.name, "mimetic/start"))
     # The group's copies of one block add up; of all shares with that sum, these give V and W_O equal norms.
     new_value = left.mT.unflatten(0, (heads, rows)) * group**-0.25
     new_output = right.unflatten(0, (heads, rows)).repeat_interleave(group, 0) * group**-0.75
-    return new_value.view(value.heads.shape), new_output.view(output.heads.shape)
+    return new_value, new_output
 
 
 def product_targets(target: Target, heads: range, shape: tuple[int, int], scales: Pair, seed: int) -> Iterator[Tensor]:
     """alpha Z / sqrt(D) + beta I of each head, ``shape``, with Z from the stream of ``target``."""
-    weight = target.heads
     for head in heads:
         key = stream_key(seed, target.name, f"mimetic/{target.stream_role}")
-        samples = philox_normal(key, range(head, head + 1), range(math.prod(shape)), device=weight.device)
-        whole = samples.view(shape).to(_work(weight)).mul_(scales[0] / math.sqrt(max(shape)))
+        samples = philox_normal(key, range(head, head + 1), range(math.prod(shape)), device=target.device)
+        whole = samples.view(shape).to(_work(target)).mul_(scales[0] / math.sqrt(max(shape)))
         whole.diagonal().add_(scales[1])
         yield whole
 
@@ -271,15 +267,15 @@ def flat_heads(heads: Tensor) -> Tensor:
     return heads.reshape(-1, *heads.shape[-2:])
 
 
-def _group(wide: Tensor, shared: Tensor) -> int:
+def _group(wide: Target, shared: Target) -> int:
     """Query heads per K/V head."""
-    if wide.shape[1] != shared.shape[1] or wide.shape[0] % shared.shape[0]:
+    if wide.shape[-2] != shared.shape[-2] or wide.count % shared.count:
         raise ValueError(
-            f"{wide.shape[0]} query heads of {wide.shape[1]} rows do not share {shared.shape[0]} K/V heads of "
-            f"{shared.shape[1]} rows evenly"
+            f"{wide.count} query heads of {wide.shape[-2]} rows do not share {shared.count} K/V heads of "
+            f"{shared.shape[-2]} rows evenly"
         )
-    return wide.shape[0] // shared.shape[0]
+    return wide.count // shared.count
 
 
-def _work(weight: Tensor) -> torch.dtype:
-    return torch.float64 if weight.dtype == torch.float64 else torch.float32
+def _work(target: Target) -> torch.dtype:
+    return torch.float64 if target.dtype == torch.float64 else torch.float32
