@@ -5,7 +5,20 @@ from ._status import Status
 from ._version import __version__
 from .condition import ConditionEstimate, condition_number
 from .heads import LayoutError, NoAttentionFound, find_attention, probe, register_layout
-from .initialize import CalibrationReport, InitReport, calibrate_gain, conditioned_, random_, warmup
+from .initialize import (
+    CalibrationReport,
+    InitReport,
+    calibrate_gain,
+    conditioned_,
+    export_spectral_conditioning,
+    initialize_,
+    mimetic_,
+    random_,
+    remove_spectral_conditioning,
+    spectral_conditioning,
+    warmup,
+    weight_selection_,
+)
 from .jacobian import (
     AttentionHeads,
     JacobianBound,
@@ -40,16 +53,22 @@ __all__ = [
     "condition_number",
     "conditioned_",
     "explain_backend",
+    "export_spectral_conditioning",
     "find_attention",
+    "initialize_",
     "jacobian_bound",
     "jacobian_condition",
     "limiting_factor",
+    "mimetic_",
     "orthogonalize",
     "probe",
     "random_",
     "register_layout",
+    "remove_spectral_conditioning",
     "semi_orthogonal",
     "semi_orthogonal_",
+    "spectral_conditioning",
     "verify",
     "warmup",
+    "weight_selection_",
 ]

@@ -188,13 +188,18 @@ def orthogonalize(backend: str, weights: Tensor, method: str, out: Tensor) -> tu
 
 
 def semi_orthogonal_(
-    tensors: list[Tensor], keys: list[int], gains: list[float], method: str, redraw: Callable[..., Tensor]
+    tensors: list[Tensor],
+    keys: list[int],
+    firsts: list[int],
+    gains: list[float],
+    method: str,
+    redraw: Callable[..., Tensor],
 ) -> Tensor:
     """Draw semi-orthogonal heads straight into ``tensors``, for the "triton" backend and at most 128 rows."""
     first = tensors[0] if tensors[0].shape[-2] < tensors[0].shape[-1] else tensors[0].mT
     with _torch.full_precision():
         small = small_matrix("triton", first)
-        return _triton_route().semi_orthogonal_(tensors, keys, gains, method, small.factor, redraw)
+        return _triton_route().semi_orthogonal_(tensors, keys, firsts, gains, method, small.factor, redraw)
 
 
 def identity_(tensors: list[Tensor], gains: list[float], block: bool) -> None:

@@ -356,11 +356,30 @@ def _spectrum_chunk(w: Tensor, rtol: float, small: SmallMatrix) -> tuple[Tensor,
 
 
 def _extremes_gram(w: Tensor, rtol: float, small: SmallMatrix) -> Tensor:
-    gram, terms = small.gram_terms(w)
+    return _extremes_of(*small.gram_terms(w), rtol, small)
+
+
+def _extremes_of(gram: Tensor, terms: int, rtol: float, small: SmallMatrix) -> Tensor:
     rounding = gram_rounding(gram, terms).double()
     usable = rounding.isfinite() & (rounding > smallest_rounding(gram.dtype))
     values = small.extremes(gram, rounding, rtol)
     return torch.where(usable, values.clamp_min(0).sqrt_(), torch.nan)
+
+
+def spectrum_of_gram(gram: Tensor, terms: int, rtol: float, small: SmallMatrix) -> tuple[Tensor, Tensor]:
+    """:func:`spectrum` of matrices of which only the Gram matrices are here, float64; the one level there is."""
+    values = _extremes_of(gram, terms, rtol, small)
+    _, max_low, max_high, _, min_low, min_high = values
+    status = torch.full(gram.shape[:1], int(Status.TOLERANCE_NOT_MET), dtype=torch.int8, device=gram.device)
+    status[(max_high * min_high <= (1 + rtol) * (max_low * min_low)) & (min_low > 0)] = int(Status.CONVERGED)
+    status[min_low <= 0] = int(Status.RANK_DEFICIENT)
+    nonfinite = ~gram.isfinite().all(-1).all(-1)
+    status[nonfinite] = int(Status.NON_FINITE)
+    values[:, nonfinite] = torch.nan
+    zero = (gram == 0).all(-1).all(-1)
+    status[zero] = int(Status.ZERO_MATRIX)
+    values[:, zero] = 0
+    return values, status
 
 
 def extremes(gram: Tensor, rounding: Tensor, rtol: float) -> Tensor:

@@ -115,14 +115,39 @@ def _run(weights: Tensor, rtol: float, backend: str) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         matrices = _short_first(weights.to(place.device))
         values, status = _torch.spectrum(matrices, rtol, _ops.small_matrix(place.name, matrices))
-        top, top_low, top_high, bottom, bottom_low, bottom_high = values.unbind(0)
-        singular = (status == Status.RANK_DEFICIENT) | (status == Status.ZERO_MATRIX)
-        kappa = torch.where(singular, torch.inf, top / bottom).clamp_min(1.0)
-        low = torch.where(status == Status.ZERO_MATRIX, torch.inf, top_low / bottom_high).clamp_min(1.0)
-        # A sigma_min that may be zero leaves kappa without an upper end; NaN stays NaN.
-        high = torch.where(bottom_low <= 0, torch.inf, top_high / bottom_low)
-        stacked = torch.stack((kappa, low, high, *values.unbind(0)), -1)
-    return stacked.view(*batch, 9).to(device), status.view(batch).to(device)
+        return _stacked(values, status).view(*batch, 9).to(device), status.view(batch).to(device)
+
+
+def _stacked(values: Tensor, status: Tensor) -> Tensor:
+    """kappa with its bracket in front of the six singular values, (b, 9)."""
+    top, top_low, top_high, bottom, bottom_low, bottom_high = values.unbind(0)
+    singular = (status == Status.RANK_DEFICIENT) | (status == Status.ZERO_MATRIX)
+    kappa = torch.where(singular, torch.inf, top / bottom).clamp_min(1.0)
+    low = torch.where(status == Status.ZERO_MATRIX, torch.inf, top_low / bottom_high).clamp_min(1.0)
+    # A sigma_min that may be zero leaves kappa without an upper end; NaN stays NaN.
+    high = torch.where(bottom_low <= 0, torch.inf, top_high / bottom_low)
+    return torch.stack((kappa, low, high, *values.unbind(0)), -1)
+
+
+def condition_of_gram(gram: Tensor, terms: int, *, rtol: float = 1e-3) -> ConditionEstimate:
+    """:func:`condition_number` of matrices W whose Gram matrices W W^T were summed elsewhere.
+
+    Parameters
+    ----------
+    gram : (b, r, r), float64, of wide or square W.
+    terms : how often at most a product was rounded on its way into a sum.
+    rtol : as in :func:`condition_number`.
+
+    Notes
+    -----
+    *Accuracy.* There is no W to go back to, so beyond kappa of about 1e6 the bracket is wider than ``1 + rtol`` and
+    the status says so; a sigma_min below 1e-8 sigma_max counts as zero.
+    """
+    with torch.no_grad():
+        place = choose_backend("auto", gram.device, gram.dtype, gram.shape[-1])
+        gram = gram.to(place.device)
+        values, status = _torch.spectrum_of_gram(gram, terms, rtol, _ops.small_matrix(place.name, gram))
+        return ConditionEstimate(*(*_stacked(values, status).unbind(-1), status))
 
 
 def _fake(weights: Tensor, rtol: float, backend: str) -> tuple[Tensor, Tensor]:

@@ -145,6 +145,7 @@ def semi_orthogonal(
     seed: int = 0,
     key: str = "",
     role: str = "",
+    first: int = 0,
     gain: float = 1.0,
     method: str = "polar",
     dtype: torch.dtype | None = None,
@@ -158,12 +159,13 @@ def semi_orthogonal(
     its singular values equal ``gain``. The Gaussian is element for element that of
     :mod:`conditioned_kernels.sampling`: it depends on (seed, key, role, index of the matrix in the batch) only,
     so the same call gives the same matrices on every device, to float32 rounding, and any part of a batch can
-    be drawn alone. torch's global random state is neither read nor changed.
+    be drawn alone (``first``). torch's global random state is neither read nor changed.
 
     Parameters
     ----------
     shape : (..., rows, cols).
     seed, key, role : integer and two names of the stream. Different names give independent matrices.
+    first : the stream's index of the first matrix: ``first=2`` gives what a longer batch has from its third matrix on.
     gain : the singular value, a positive number.
     method : "polar" (Algorithm 1) or "qr".
     dtype : a real floating dtype; default torch.get_default_dtype().
@@ -190,7 +192,7 @@ def semi_orthogonal(
     device = torch.get_default_device() if device is None else torch.device(device)
     out = torch.empty(sizes, dtype=dtype, device=device)
     return semi_orthogonal_(
-        out, seed=seed, key=key, role=role, gain=gain, method=method, generator=generator, backend=backend
+        out, seed=seed, key=key, role=role, first=first, gain=gain, method=method, generator=generator, backend=backend
     )
 
 
@@ -200,6 +202,7 @@ def semi_orthogonal_(
     seed: int = 0,
     key: str = "",
     role: str = "",
+    first: int = 0,
     gain: float = 1.0,
     method: str = "polar",
     generator: torch.Generator | None = None,
@@ -218,6 +221,8 @@ def semi_orthogonal_(
     _validate.matrices(tensor, "tensor", allow_complex=False)
     _validate.writable(tensor, "tensor")
     gain = _validate.positive(gain, "gain")
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise ValueError(f"first must be an integer >= 0, the index of a matrix in the stream, got {first!r}")
     _validate.choice(method, "method", METHODS)
     place = choose_backend(backend, tensor.device, tensor.dtype, min(tensor.shape[-2:]))
     seed = resolve_seed(seed, generator)
@@ -226,13 +231,13 @@ def semi_orthogonal_(
     rows, cols = tensor.shape[-2:]
     if _ops.draws_in_place(place.name, min(rows, cols)):
         with torch.no_grad():
-            _ops.semi_orthogonal_([tensor], [stream_key(seed, key, role)], [gain], method, _redraw(method))
+            _ops.semi_orthogonal_([tensor], [stream_key(seed, key, role)], [first], [gain], method, _redraw(method))
         return tensor
     work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     with torch.no_grad():
         samples = philox_normal(
             stream_key(seed, key, role),
-            range(tensor.numel() // (rows * cols)),
+            range(first, first + tensor.numel() // (rows * cols)),
             range(rows * cols),
             device=place.device,
             backend=place.name,
@@ -267,7 +272,7 @@ def semi_orthogonal_together_(
     """
     keys = [stream_key(seed, key, role) for key, role in names]
     with torch.no_grad():
-        _ops.semi_orthogonal_(tensors, keys, gains, method, _redraw(method))
+        _ops.semi_orthogonal_(tensors, keys, [0] * len(keys), gains, method, _redraw(method))
 
 
 def identity_together_(tensors: list[Tensor], gains: list[float], *, block: bool) -> None:

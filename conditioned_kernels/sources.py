@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import architectures
-from .checkpoint import Checkpoint, CheckpointError, Entry, write_safetensors
+from .checkpoint import Checkpoint, CheckpointError, Entry, reason, write_safetensors
 from .heads.discover import AttentionLayer, named_modules
 from .initialize import InitReport, conditioned_
 from .initialize.apply import Target, locate, measure, resolve
@@ -185,9 +187,9 @@ def init_file(
             progress(done, total)
 
         stack.enter_context(_folder(file.parent))
-        write_safetensors(file, job.entries, job.tensor, force=force, progress=count)
         if out != file:
-            job.save_config(out)
+            stack.enter_context(_beside_the_weights(out, job.save_config))
+        write_safetensors(file, job.entries, job.tensor, force=force, progress=count)
     return job.report()
 
 
@@ -325,6 +327,28 @@ def _folder(path: Path) -> Iterator[None]:
         if made and not any(path.iterdir()):
             path.rmdir()
         raise
+
+
+@contextmanager
+def _beside_the_weights(out: Path, save: Callable[[Path], None]) -> Iterator[None]:
+    """Write the files that go with the weights out of sight, and put them in place when what follows has succeeded.
+
+    So a disk that is full behind the weights leaves neither weights without a configuration nor half of one.
+    """
+    try:
+        hidden = Path(tempfile.mkdtemp(prefix=".", suffix=".partial", dir=out))
+    except OSError as error:
+        raise CheckpointError(f"cannot write in {out}: {reason(error)}; nothing was changed") from error
+    try:
+        try:
+            save(hidden)
+        except OSError as error:
+            raise CheckpointError(f"cannot write in {out}: {reason(error)}; nothing was changed") from error
+        yield
+        for path in sorted(hidden.iterdir()):
+            os.replace(path, out / path.name)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _save_config(model: Any, out: Path) -> None:

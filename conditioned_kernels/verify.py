@@ -13,7 +13,7 @@ from . import _validate
 from .heads.discover import Where
 from .heads.layout import LATENT, LayoutFunction
 from .heads.wrappers import quiet_parametrizations
-from .initialize.apply import locate, measure, resolve, sigma_tolerance
+from .initialize.apply import locate, measure_all, resolve, sigma_tolerance
 from .initialize.init_report import InitReport, ProjectionReport
 
 
@@ -82,21 +82,19 @@ def verify(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     wanted = {(entry.parameter, entry.label): entry.gain for entry in report.touched} if report else None
-    measured = []
     with torch.no_grad(), quiet_parametrizations(model):
         found = locate(model, where=where, layouts=layouts, strict=strict)
-        for target in resolve(found):
-            place = (target.name, target.stream_role)
-            if wanted is not None and place not in wanted:
-                continue
+        found_targets = resolve(found, outputs=wanted is not None)
+        targets = [target for target in found_targets if wanted is None or target.key in wanted]
+        for target in targets:
             _validate.floating(target.weight, target.name)
             _validate.not_meta(target.weight, target.name)
-            expected = math.nan if wanted is None else wanted.pop(place)
-            measured.append(measure(target, target.heads, made="", gain=expected))
-    if wanted:
-        raise ValueError(
-            f"report is of another model: it has {', '.join(name for name, _ in wanted)}, this one does not"
-        )
+        if missing := set(wanted or ()) - {target.key for target in targets}:
+            raise ValueError(
+                f"report is of another model: it has {', '.join(name for name, _ in sorted(missing))}, this one does "
+                "not"
+            )
+        measured = measure_all(targets, [math.nan if wanted is None else wanted[target.key] for target in targets])
     if report is not None:
         return VerifyReport(tuple(measured), _failures(measured), found.unknown)
     return judge(measured, gain=gain, roles=roles, unknown=found.unknown)
@@ -136,6 +134,8 @@ def _failure(entry: ProjectionReport) -> str:
     gain = estimate.sigma_max if math.isnan(entry.gain) else entry.gain
     # The far ends of the brackets, so that what passes is proven and not only estimated.
     ends = (estimate.sigma_max_high / gain - 1, 1 - estimate.sigma_min_low / gain)
+    if not entry.measured:
+        return ""
     off = torch.maximum(*ends).nan_to_num(math.inf)
     head = int(off.argmax())
     if float(off[head]) <= tolerance:

@@ -639,7 +639,7 @@ def test_a_failure_leaves_the_model_bit_identical(
         calls += 1
         if calls == call:
             if place[1] == "_write":
-                target, heads = args
+                target, [(_, heads)] = args
                 target.heads[: HEADS // 2].copy_(heads[: HEADS // 2])  # half written when it happens
             raise error
         return original(*args, **kwargs)

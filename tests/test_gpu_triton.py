@@ -85,6 +85,8 @@ def test_bits_do_not_depend_on_the_batch_or_the_call() -> None:
     whole = ck.semi_orthogonal((40, 64, 768), seed=1, device=DEVICE, backend="triton")
     again = ck.semi_orthogonal((40, 64, 768), seed=1, device=DEVICE, backend="triton")
     part = ck.semi_orthogonal((3, 64, 768), seed=1, device=DEVICE, backend="triton")
+    later = ck.semi_orthogonal((3, 64, 768), seed=1, first=37, device=DEVICE, backend="triton")
+    assert torch.equal(later, whole[37:])
     assert torch.equal(whole, again)
     assert torch.equal(whole[:3], part)
     w = gaussian(33, 24, 500)
@@ -143,9 +145,9 @@ def test_non_finite_zero_and_singular_neighbors() -> None:
 def test_a_model_of_many_layers_is_few_launches() -> None:
     tensors = [torch.empty(12, 64, 768, device=DEVICE) for _ in range(48)]
     keys = [stream_key(0, str(i), "q") for i in range(48)]
-    _ops.semi_orthogonal_(tensors, keys, [1.0] * 48, "polar", _redraw("polar"))
+    _ops.semi_orthogonal_(tensors, keys, [0] * 48, [1.0] * 48, "polar", _redraw("polar"))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        residual = _ops.semi_orthogonal_(tensors, keys, [1.0] * 48, "polar", _redraw("polar"))
+        residual = _ops.semi_orthogonal_(tensors, keys, [0] * 48, [1.0] * 48, "polar", _redraw("polar"))
         torch.cuda.synchronize()
     ours = [event for event in profile.events() if event.name.startswith(("gram_kernel", "apply_kernel"))]
     assert len(ours) == 2

@@ -75,13 +75,13 @@ def test_alignment_is_claimed_only_where_it_holds() -> None:
     assert heads_of(storage[1:].narrow(0, 0, 48 * 64).view(3, 16, 64)).alignment == 1
     assert heads_of(storage[: 4 * 16 * 63].view(4, 16, 63)).alignment == 1
     assert heads_of(storage.view(4, 16, 64)[:, :, ::2]).alignment == 1
-    assert samples_of([1], [1], 4, 8, CPU).alignment == 4
-    assert samples_of([1], [1], 4, 9, CPU).alignment == 1
-    assert samples_of([1], [1], 9, 4, CPU).alignment == 1
+    assert samples_of([1], [0], [1], 4, 8, CPU).alignment == 4
+    assert samples_of([1], [0], [1], 4, 9, CPU).alignment == 1
+    assert samples_of([1], [0], [1], 9, 4, CPU).alignment == 1
 
 
 def test_table_holds_keys_and_heads_of_the_stream() -> None:
-    source = samples_of([(1 << 64) - 5, 7], [2, 1], 4, 8, CPU)
+    source = samples_of([(1 << 64) - 5, 7], [0, 0], [2, 1], 4, 8, CPU)
     target = heads_of(torch.zeros(3, 4, 8))
     assert table(source, target).tolist() == [[0, 0, -5, 0], [0, 32, -5, 1], [0, 64, 7, 0]]
 

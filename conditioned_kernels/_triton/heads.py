@@ -91,12 +91,16 @@ def heads_of(batch: Tensor) -> Heads:
     return Heads(batch, offsets.flatten(), rows, cols, (batch.stride(-2), batch.stride(-1)))
 
 
-def samples_of(keys: Sequence[int], counts: Sequence[int], rows: int, cols: int, device: torch.device) -> Samples:
-    """Heads 0..counts[i]-1 of each key, (rows, cols) as drawn; a tall or square head comes as its transpose."""
+def samples_of(
+    keys: Sequence[int], firsts: Sequence[int], counts: Sequence[int], rows: int, cols: int, device: torch.device
+) -> Samples:
+    """counts[i] heads of each key from firsts[i] on, (rows, cols) as drawn; a tall or square one as its transpose."""
     signed = [key - (1 << 64) if key >= 1 << 63 else key for key in keys]
     repeats = torch.tensor(counts, dtype=torch.int64, device="cpu")
     all_keys = torch.tensor(signed, dtype=torch.int64, device="cpu").repeat_interleave(repeats)
-    heads = torch.cat([torch.arange(count, device="cpu") for count in counts])
+    heads = torch.cat(
+        [torch.arange(first, first + count, device="cpu") for first, count in zip(firsts, counts, strict=True)]
+    )
     if rows < cols:
         return Samples(all_keys, heads, rows, cols, (cols, 1), device)
     return Samples(all_keys, heads, cols, rows, (1, cols), device)

@@ -91,6 +91,7 @@ def orthogonalize(weights: Tensor, method: str, out: Tensor, factor: Factor, car
 def semi_orthogonal_(
     tensors: Sequence[Tensor],
     keys: Sequence[int],
+    firsts: Sequence[int],
     gains: Sequence[float],
     method: str,
     factor: Factor,
@@ -104,7 +105,8 @@ def semi_orthogonal_(
     ----------
     tensors : (*heads, rows, cols) each, fp16, bf16 or fp32, any strides, min(rows, cols) <= 128, on one device.
         Those of one shape, strides and dtype share a launch.
-    keys : 64-bit Philox key of each; head i of a tensor is head i of its key's stream.
+    keys : 64-bit Philox key of each.
+    firsts : index in its key's stream of each tensor's first head; the others follow.
     gains : one per tensor.
     method : "polar" or "qr".
     factor : the small-matrix stage.
@@ -132,7 +134,8 @@ def semi_orthogonal_(
         for target, members in group(wide):
             chosen = [same[member] for member in members]
             counts = [tensors[index].shape[:-2].numel() for index in chosen]
-            source = samples_of([keys[index] for index in chosen], counts, rows, cols, target.device)
+            starts = [firsts[index] for index in chosen]
+            source = samples_of([keys[index] for index in chosen], starts, counts, rows, cols, target.device)
             owner = torch.tensor(chosen, device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))
             for start, stop in launches(source.count, target.rows):
                 part = source.part(start, stop)
@@ -153,10 +156,12 @@ def semi_orthogonal_(
         certificate = apply(small, source, target, sizes[owner].to(target.device), certify=True)
         for index in dict.fromkeys(owner.tolist()):
             mine = owner == index
-            residuals[index][source.heads[mine].to(target.device)] = certificate[mine.to(target.device)]
+            place = (source.heads[mine] - firsts[index]).to(target.device)
+            residuals[index][place] = certificate[mine.to(target.device)]
     for index, residual in enumerate(residuals):
         for head in (~(residual <= tolerance(tensors[index].dtype))).cpu().nonzero().flatten().tolist():
-            q = replaced[index, head] if (index, head) in replaced else redrawn(index, head)
+            drawn = (index, firsts[index] + head)
+            q = replaced[drawn] if drawn in replaced else redrawn(*drawn)
             out = tensors[index][_unravel(head, tensors[index].shape[:-2])]
             out.copy_(q * gains[index])
             stored = out.float() if out.shape[-2] < out.shape[-1] else out.mT.float()
@@ -199,7 +204,7 @@ def warmup(tensors: Sequence[Tensor], method: str, factor: Factor, redraw: Redra
         scratch = torch.empty_strided(head.shape, (1, *heads.strides), dtype=view.dtype, device=view.device)
         was = tensors[members[0]]
         back = scratch if was.shape[-2] < was.shape[-1] else scratch.mT
-        semi_orthogonal_([back], [1], [1.0], method, factor, redraw)
+        semi_orthogonal_([back], [1], [0], [1.0], method, factor, redraw)
         one = heads.part(0, 1)
         small = factor(gram(one, view.dtype), method).contiguous()
         apply(small, one, heads_of(scratch), torch.ones(1, device=view.device), certify=True)

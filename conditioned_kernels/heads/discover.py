@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
+from ..distributed import whole_shapes
 from .families import FAMILIES, NOT_ATTENTION, Family
-from .layout import LayoutError, LayoutFunction, Projection, attribute, from_views
+from .layout import (
+    AROUND,
+    LATENT,
+    OUTPUT,
+    LayoutError,
+    LayoutFunction,
+    Output,
+    Projection,
+    attribute,
+    from_views,
+    weight_name,
+)
 from .wrappers import full_name, look_through, own_name, quiet_parametrizations, unwrap
 
 Where = Callable[[str, nn.Module], bool]
@@ -46,6 +60,9 @@ class AttentionLayer:
     family : full name of the class whose layout it has.
     projections : its weights, by the user's names relative to the module.
     row : its row of the family table; None where the user gave the layout.
+    output : W_O, viewed as (query heads, head_dim, out_features); None where there is none or it is not known.
+    no_output : why not.
+    around : the module around it, where "../" in a name leads.
     """
 
     name: str
@@ -53,25 +70,36 @@ class AttentionLayer:
     family: str
     projections: tuple[Projection, ...]
     row: Family | None = None
+    output: Projection | None = None
+    no_output: str = ""
+    around: nn.Module | None = None
 
     def parameter_name(self, projection: Projection) -> str:
         """The projection's weight, named from the root of the user's model."""
-        return f"{self.name}.{projection.parameter}" if self.name else projection.parameter
+        name, _, path = self._start(projection)
+        return f"{name}.{path}" if name else path
 
     def weight(self, projection: Projection) -> Tensor:
         """The projection's stored weight, as the module gives it."""
-        weight = attribute(self.module, projection.parameter)
+        _, module, path = self._start(projection)
+        weight = attribute(module, path)
         if not isinstance(weight, Tensor):
             raise LayoutError(f"{self.parameter_name(projection)} must be a tensor, got {type(weight).__name__}")
         return weight
 
     def owner(self, projection: Projection) -> nn.Module:
         """The module that holds the projection's weight, inside any wrappers and adapters."""
-        path = projection.parameter.rpartition(".")[0]
-        owner = attribute(self.module, path)
+        name, module, path = self._start(projection)
+        owner = attribute(module, path.rpartition(".")[0])
         if not isinstance(owner, nn.Module):
-            raise LayoutError(f"{self.name}.{path} must be a module, got {type(owner).__name__}")
+            raise LayoutError(f"{name}.{path.rpartition('.')[0]} must be a module, got {type(owner).__name__}")
         return look_through(owner)[0]
+
+    def _start(self, projection: Projection) -> tuple[str, nn.Module, str]:
+        """(name, module, path) of what the projection's name starts from, and the rest of the name."""
+        if self.around is None or not projection.parameter.startswith(AROUND):
+            return self.name, self.module, projection.parameter
+        return self.name.rpartition(".")[0], self.around, projection.parameter.removeprefix(AROUND)
 
 
 @dataclass(frozen=True)
@@ -137,7 +165,9 @@ def find_attention(
     skipped: list[tuple[str, str]] = []
     suspects: list[tuple[str, str]] = []
     inside: tuple[str, ...] = ()
+    passed: dict[str, nn.Module] = {}
     for name, module in named_modules(model):
+        passed[name] = module
         if any(name == done or name.startswith(f"{done}." if done else "") for done in inside):
             continue
         family, row, layout, reason = _match(module, table)
@@ -150,7 +180,7 @@ def find_attention(
             skipped.append((name, "left out by where"))
             continue
         try:
-            with quiet_parametrizations(module):
+            with quiet_parametrizations(module), whole_shapes(module):
                 found = layout(module)
                 projections = found if isinstance(found, tuple) else from_views(module, found)
                 projections = tuple(replace(each, parameter=own_name(module, each.parameter)) for each in projections)
@@ -159,7 +189,11 @@ def find_attention(
                 skipped.append((name, str(error)))
                 continue
             raise type(error)(f"{name or type(module).__name__}: {error}") from error
-        layers.append(AttentionLayer(name, module, family, projections, row))
+        given = next((each for each in projections if each.role == OUTPUT), None)
+        projections = tuple(each for each in projections if each.role != OUTPUT)
+        around = passed[name.rpartition(".")[0]] if name else None
+        layer = AttentionLayer(name, module, family, projections, row, given, around=around)
+        layers.append(layer if given else _with_output(layer))
     unknown = [
         (name, reason)
         for name, reason in suspects
@@ -169,6 +203,40 @@ def find_attention(
         and not any(other != name and other.startswith(f"{name}." if name else "") for other, _ in suspects)
     ]
     return Discovery(tuple(layers), tuple(skipped), tuple(unknown))
+
+
+def _with_output(layer: AttentionLayer) -> AttentionLayer:
+    """The layer with its W_O, or with the reason why there is none; never an error, since most uses do not need it."""
+    row = layer.row.output if layer.row else Output(reason='its layout gives no view of it by the role "o"')
+    if not row.path:
+        return replace(layer, no_output=row.reason)
+    up = row.path.startswith(AROUND)
+    if up and layer.around is None:
+        return replace(layer, no_output=f"it is kept beside the module, in {row.path!r}, and there is no module around")
+    start = layer.around if up and layer.around is not None else layer.module
+    try:
+        with quiet_parametrizations(start):
+            found = own_name(start, weight_name(row.path.removeprefix(AROUND)))
+            query, value = (_first_shape(layer, role) for role in "qv")
+            output = Projection(OUTPUT, f"{AROUND * up}{found}", row.view(math.prod(query[:-2]), value[-2]))
+            layer = replace(layer, output=output)
+            _shape(layer, output)
+    except (LayoutError, AttributeError, TypeError) as error:
+        return replace(layer, output=None, no_output=f"{row.path!r}: {error}")
+    return layer
+
+
+def _first_shape(layer: AttentionLayer, role: str) -> torch.Size:
+    """(*heads, head_dim, in_features) of the layer's first projection of ``role`` that is no low-rank factor."""
+    for projection in layer.projections:
+        if projection.role == role and projection.part != LATENT:
+            return _shape(layer, projection)
+    raise LayoutError(f"no projection with role {role!r}")
+
+
+def _shape(layer: AttentionLayer, projection: Projection) -> torch.Size:
+    """Shape of the projection's view, without touching values, which may be sharded or absent."""
+    return projection.view(torch.empty(layer.weight(projection).shape, device="meta")).shape
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -7,7 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .layout import POSITION, Blocked, Choose, Grouped, IfPresent, Interleaved, Joined, Layout, Sections, Separate
+from .layout import (
+    POSITION,
+    Blocked,
+    Choose,
+    Grouped,
+    IfPresent,
+    Interleaved,
+    Joined,
+    Layout,
+    Output,
+    Sections,
+    Separate,
+)
 
 
 @dataclass(frozen=True)
@@ -18,6 +30,7 @@ class Family:
     ----------
     classes : full names ``module.Class``; several when a library moved or copied the class.
     layout : its storage form.
+    output : where it keeps W_O.
     source : where the class splits its heads.
     rule : what is conditioned, where the paper is silent; empty when Algorithm 1 says it.
     channel : the class attends over channels and not over tokens: softmax(K^T Q) is head_dim x head_dim.
@@ -26,6 +39,7 @@ class Family:
 
     classes: tuple[str, ...]
     layout: Layout
+    output: Output
     source: str
     rule: str = ""
     channel: bool = False
@@ -36,6 +50,9 @@ _PER_KV = "K and V per K/V head"
 _QK_NORM = "weights conditioned, gains of the QK norm untouched"
 _TABLE = "relative position bias untouched"
 _CHANNEL = "per head of channels, roles by use in softmax(Q^T K) V^T"
+
+_BESIDE = Output("../output.dense")
+_CONV1D = Output("c_proj", input_major=True)
 
 _HEADS = "config.num_attention_heads"
 _KV_HEADS = "config.num_key_value_heads"
@@ -76,19 +93,40 @@ _MLA_RULE = (
 
 
 def _hf(
-    model: str, classes: str, layout: Layout, rule: str = "", *, method: str = "forward", **flags: object
+    model: str,
+    classes: str,
+    layout: Layout,
+    rule: str = "",
+    *,
+    output: Output | str = "o_proj",
+    method: str = "forward",
+    **flags: object,
 ) -> Family:
     """A row of transformers; ``classes`` separated by spaces."""
     where = f"transformers.models.{model}.modeling_{model}"
     names = classes.split()
     source = f"{where.replace('.', '/')}.py, {', '.join(f'{name}.{method}' for name in names)}"
-    return Family(tuple(f"{where}.{name}" for name in names), layout, source, rule, **flags)  # type: ignore[arg-type]
+    return Family(tuple(f"{where}.{name}" for name in names), layout, _output(output), source, rule, **flags)  # type: ignore[arg-type]
 
 
-def _timm(file: str, name: str, layout: Layout, rule: str = "", *, moved: str = "", **flags: object) -> Family:
+def _output(given: Output | str) -> Output:
+    return given if isinstance(given, Output) else Output(given)
+
+
+def _timm(
+    file: str,
+    name: str,
+    layout: Layout,
+    rule: str = "",
+    *,
+    output: Output | str = "proj",
+    moved: str = "",
+    **flags: object,
+) -> Family:
     """A row of timm; ``moved`` is the class's full name in other versions."""
     classes = (f"timm.{file}.{name}", moved) if moved else (f"timm.{file}.{name}",)
-    return Family(classes, layout, f"timm/{file.replace('.', '/')}.py, {name}.forward", rule, **flags)  # type: ignore[arg-type]
+    source = f"timm/{file.replace('.', '/')}.py, {name}.forward"
+    return Family(classes, layout, _output(output), source, rule, **flags)  # type: ignore[arg-type]
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -100,6 +138,7 @@ FAMILIES: tuple[Family, ...] = (
                 ("", Separate("num_heads", "q_proj_weight", "k_proj_weight", "v_proj_weight")),
             )
         ),
+        Output("out_proj"),
         "torch/nn/functional.py, multi_head_attention_forward; torch/nn/modules/activation.py, MultiheadAttention",
         "bias_k and bias_v (add_bias_kv) untouched",
     ),
@@ -170,6 +209,7 @@ FAMILIES: tuple[Family, ...] = (
         "Attention",
         Sections("qkv.linear", (("q", "", "key_dim"), ("k", "", "key_dim"), ("v", "", "val_dim")), "num_heads"),
         "the linear maps, before the batch norms, which are untouched",
+        output="proj.ln.linear",
     ),
     _timm(
         "models.levit",
@@ -181,16 +221,17 @@ FAMILIES: tuple[Family, ...] = (
             )
         ),
         "the linear maps, before the batch norms, which are untouched",
+        output="proj.ln.linear",
     ),
     # transformers, encoders.
-    _hf("bert", "BertSelfAttention BertCrossAttention", _BERT),
-    _hf("roberta", "RobertaSelfAttention RobertaCrossAttention", _BERT),
-    _hf("xlm_roberta", "XLMRobertaSelfAttention XLMRobertaCrossAttention", _BERT),
-    _hf("electra", "ElectraSelfAttention ElectraCrossAttention", _BERT),
-    _hf("albert", "AlbertAttention", _BERT, "layers share one module, written once"),
-    _hf("distilbert", "DistilBertSelfAttention", Separate("n_heads", "q_lin", "k_lin", "v_lin")),
-    _hf("mpnet", "MPNetSelfAttention", Separate("num_attention_heads", "q", "k", "v"), _TABLE),
-    _hf("nystromformer", "NystromformerSelfAttention", _BERT, "convolution over the values untouched"),
+    _hf("bert", "BertSelfAttention BertCrossAttention", _BERT, output=_BESIDE),
+    _hf("roberta", "RobertaSelfAttention RobertaCrossAttention", _BERT, output=_BESIDE),
+    _hf("xlm_roberta", "XLMRobertaSelfAttention XLMRobertaCrossAttention", _BERT, output=_BESIDE),
+    _hf("electra", "ElectraSelfAttention ElectraCrossAttention", _BERT, output=_BESIDE),
+    _hf("albert", "AlbertAttention", _BERT, "layers share one module, written once", output="dense"),
+    _hf("distilbert", "DistilBertSelfAttention", Separate("n_heads", "q_lin", "k_lin", "v_lin"), output="out_lin"),
+    _hf("mpnet", "MPNetSelfAttention", Separate("num_attention_heads", "q", "k", "v"), _TABLE, output="o"),
+    _hf("nystromformer", "NystromformerSelfAttention", _BERT, "convolution over the values untouched", output=_BESIDE),
     _hf(
         "longformer",
         "LongformerSelfAttention",
@@ -201,6 +242,7 @@ FAMILIES: tuple[Family, ...] = (
             )
         ),
         "the projections of global attention are heads of their own",
+        output=_BESIDE,
     ),
     _hf(
         "deberta_v2",
@@ -213,25 +255,32 @@ FAMILIES: tuple[Family, ...] = (
             )
         ),
         "projections of relative positions are Q and K heads of their own; with share_att_key the same as content's",
+        output=_BESIDE,
     ),
-    _hf("modernbert", "ModernBertAttention", Blocked("Wqkv", head_dim="head_dim")),
+    _hf("modernbert", "ModernBertAttention", Blocked("Wqkv", head_dim="head_dim"), output="Wo"),
     # transformers, vision, audio, detection.
     _hf("vit", "ViTAttention", Separate(_HEADS)),
     _hf("deit", "DeiTAttention", Separate(_HEADS, head_dim="head_dim")),
     _hf("dinov2", "Dinov2Attention", Separate(_HEADS, head_dim="head_dim")),
     _hf("beit", "BeitAttention", Separate(_HEADS, head_dim="head_dim"), _TABLE),
     _hf("swin", "SwinAttention", Separate("num_attention_heads", head_dim="head_dim"), _TABLE),
-    _hf("swinv2", "Swinv2SelfAttention", _BERT, "logit_scale and continuous position bias untouched"),
-    _hf("clip", "CLIPAttention", _BART),
-    _hf("siglip", "SiglipAttention", _BART, "the pooling head is nn.MultiheadAttention"),
+    _hf("swinv2", "Swinv2SelfAttention", _BERT, "logit_scale and continuous position bias untouched", output=_BESIDE),
+    _hf("clip", "CLIPAttention", _BART, output="out_proj"),
+    _hf("siglip", "SiglipAttention", _BART, "the pooling head is nn.MultiheadAttention", output="out_proj"),
     _hf("detr", "DetrSelfAttention DetrCrossAttention", _BY_HEAD_DIM, "positions are added before Q and K"),
-    _hf("detr", "DetrMHAttentionMap", Separate(v="", head_dim="head_dim"), "has no V"),
-    _hf("wav2vec2", "Wav2Vec2Attention", _BART),
-    _hf("whisper", "WhisperAttention", _BART),
+    _hf(
+        "detr",
+        "DetrMHAttentionMap",
+        Separate(v="", head_dim="head_dim"),
+        "has no V",
+        output=Output(reason="it makes attention maps, has no V and nothing after them"),
+    ),
+    _hf("wav2vec2", "Wav2Vec2Attention", _BART, output="out_proj"),
+    _hf("whisper", "WhisperAttention", _BART, output="out_proj"),
     # transformers, encoder-decoders.
-    _hf("t5", "T5Attention", _T5, f"{_TABLE}; the missing 1/sqrt(d) is left as the model has it"),
-    _hf("mt5", "MT5Attention", _T5, f"{_TABLE}; the missing 1/sqrt(d) is left as the model has it"),
-    _hf("bart", "BartAttention", _BART),
+    _hf("t5", "T5Attention", _T5, f"{_TABLE}; the missing 1/sqrt(d) is left as the model has it", output="o"),
+    _hf("mt5", "MT5Attention", _T5, f"{_TABLE}; the missing 1/sqrt(d) is left as the model has it", output="o"),
+    _hf("bart", "BartAttention", _BART, output="out_proj"),
     # transformers, decoders with one fused weight.
     _hf(
         "gpt2",
@@ -251,9 +300,16 @@ FAMILIES: tuple[Family, ...] = (
             )
         ),
         "Conv1D stores (in, out), so heads are column blocks",
+        output=_CONV1D,
     ),
-    _hf("gpt_neox", "GPTNeoXAttention", Interleaved("query_key_value", _HEADS, head_dim="head_size")),
-    _hf("bloom", "BloomAttention", Interleaved("query_key_value", "num_heads", head_dim="head_dim"), method="_reshape"),
+    _hf("gpt_neox", "GPTNeoXAttention", Interleaved("query_key_value", _HEADS, head_dim="head_size"), output="dense"),
+    _hf(
+        "bloom",
+        "BloomAttention",
+        Interleaved("query_key_value", "num_heads", head_dim="head_dim"),
+        method="_reshape",
+        output="dense",
+    ),
     _hf(
         "falcon",
         "FalconAttention",
@@ -266,13 +322,21 @@ FAMILIES: tuple[Family, ...] = (
         ),
         _PER_KV,
         method="_split_heads",
+        output="dense",
     ),
-    _hf("mpt", "MptAttention", Blocked("Wqkv", "n_heads", head_dim="head_dim"), "clip_qkv is left as the model has it"),
+    _hf(
+        "mpt",
+        "MptAttention",
+        Blocked("Wqkv", "n_heads", head_dim="head_dim"),
+        "clip_qkv is left as the model has it",
+        output="out_proj",
+    ),
     _hf(
         "codegen",
         "CodeGenAttention",
         Interleaved("qkv_proj", "num_attention_heads", "qvk", head_dim="head_dim", shards="mp_num"),
         "per tensor-parallel block Q, V, K",
+        output="out_proj",
     ),
     _hf(
         "gpt_bigcode",
@@ -284,12 +348,13 @@ FAMILIES: tuple[Family, ...] = (
             )
         ),
         f"{_PER_KV}; cross-attention refused",
+        output="c_proj",
     ),
     _hf("phi3", "Phi3Attention", Blocked("qkv_proj", _HEADS, _KV_HEADS, head_dim="head_dim"), _PER_KV),
     # transformers, decoders with separate weights.
-    _hf("gpt_neo", "GPTNeoSelfAttention", Separate("num_heads", head_dim="head_dim")),
-    _hf("gptj", "GPTJAttention", Separate("num_attention_heads", head_dim="head_dim")),
-    _hf("opt", "OPTAttention", _BART),
+    _hf("gpt_neo", "GPTNeoSelfAttention", Separate("num_heads", head_dim="head_dim"), output="out_proj"),
+    _hf("gptj", "GPTJAttention", Separate("num_attention_heads", head_dim="head_dim"), output="out_proj"),
+    _hf("opt", "OPTAttention", _BART, output="out_proj"),
     _hf("llama", "LlamaAttention", _BY_CONFIG, _PER_KV),
     _hf("llama4", "Llama4TextAttention", _BY_CONFIG, _PER_KV),
     _hf("mistral", "MistralAttention", _BY_CONFIG, _PER_KV),
@@ -312,7 +377,7 @@ FAMILIES: tuple[Family, ...] = (
     _hf("gemma", "GemmaAttention", _BY_CONFIG, _PER_KV),
     _hf("gemma2", "Gemma2Attention", _BY_CONFIG, _PER_KV),
     _hf("gemma3", "Gemma3Attention", _BY_CONFIG, f"{_PER_KV}; {_QK_NORM}"),
-    _hf("phi", "PhiAttention", _BY_CONFIG, f"{_PER_KV}; {_QK_NORM}"),
+    _hf("phi", "PhiAttention", _BY_CONFIG, f"{_PER_KV}; {_QK_NORM}", output="dense"),
     _hf("cohere", "CohereAttention", _BY_CONFIG, f"{_PER_KV}; {_QK_NORM}"),
     _hf("olmo2", "Olmo2Attention", _BY_CONFIG, f"{_PER_KV}; {_QK_NORM}"),
     _hf("gpt_oss", "GptOssAttention", _BY_CONFIG, f"{_PER_KV}; sinks untouched"),

@@ -99,6 +99,9 @@ class Projection:
 
 ROLES = ("q", "k", "v", "kv")
 
+OUTPUT = "o"
+"""The role of W_O, the matrix after the heads. Only schemes that ask for it see it."""
+
 LATENT = "latent"
 """The part of a low-rank factor that other projections read; a norm follows it, so its scale has no effect."""
 
@@ -327,8 +330,35 @@ class Choose:
         raise LayoutError(f"{type(module).__name__} has none of the flags {[flag for flag, _ in self.options]} set")
 
 
+AROUND = "../"
+"""Start of a path that begins at the module around the attention module."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where an attention class keeps W_O, the matrix that mixes the outputs of its heads.
+
+    Attributes
+    ----------
+    path : of the weight or the module that holds it, relative to the attention module; "../output.dense" starts at the
+        module around it. "" for none.
+    input_major : stored (in, out), as transformers' Conv1D does.
+    reason : why there is none.
+    """
+
+    path: str = ""
+    input_major: bool = False
+    reason: str = ""
+
+    def view(self, heads: int, head_dim: int) -> HeadView:
+        """The view (heads, head_dim, out_features): entry [h, r, c] is how output c reads row r of query head h."""
+        return HeadView((heads, head_dim), (), not self.input_major)
+
+
 def from_views(module: nn.Module, views: Mapping[str, Tensor]) -> tuple[Projection, ...]:
     """Projections from a user's ``{"q": view, "k": view, "v": view}``, each (*heads, head_dim, in_features).
+
+    "o", where given, is W_O as (heads, head_dim, out_features), query heads in order.
 
     Raises
     ------
@@ -338,8 +368,8 @@ def from_views(module: nn.Module, views: Mapping[str, Tensor]) -> tuple[Projecti
     """
     projections, seen = [], dict[str, Tensor]()
     for role, view in views.items():
-        if role not in ROLES:
-            raise LayoutError(f"a layout's roles must be among {ROLES}, got {role!r}")
+        if role not in (*ROLES, OUTPUT):
+            raise LayoutError(f"a layout's roles must be among {(*ROLES, OUTPUT)}, got {role!r}")
         if not isinstance(view, Tensor) or view.ndim < 3:
             raise LayoutError(
                 f"the layout's {role!r} must be a tensor (*heads, head_dim, in_features), 3 or more dimensions, got "

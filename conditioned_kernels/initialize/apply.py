@@ -6,22 +6,26 @@ leaves the model bit-identical.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .. import _validate
-from ..condition import condition_number
+from .. import _validate, distributed
+from ..condition import ConditionEstimate, condition_number, condition_of_gram
 from ..heads.discover import AttentionLayer, Discovery, NoAttentionFound, Where, find_attention
 from ..heads.layout import LayoutError, LayoutFunction, Projection
 from ..heads.wrappers import is_adapted, parametrizations, quiet_parametrizations
 from .init_report import InitReport, ProjectionReport, stacked_rank
+
+WHOLE = "*"
+"""The role of a target that is a whole parameter outside the attention weights; written, not measured."""
 
 MARK = "_conditioned_kernels"
 """Attribute on a parameter this package has initialized; its value is the scheme's name."""
@@ -37,6 +41,7 @@ class Target:
     projection : which of its projections.
     owner : the module that holds the weight, and ``attribute`` its name there.
     name : the weight's name in the user's model.
+    chunk : which heads, by flat index, a scheme shall draw now; of a sharded weight only those that a rank needs.
     """
 
     layer: AttentionLayer
@@ -44,6 +49,7 @@ class Target:
     owner: nn.Module
     attribute: str
     name: str
+    chunk: range = range(0)
 
     @property
     def weight(self) -> Tensor:
@@ -57,8 +63,58 @@ class Target:
 
     @property
     def heads(self) -> Tensor:
-        """View (*heads, head_dim, in_features) of the weight."""
+        """View (*heads, head_dim, in_features) of the weight, which must be here as a whole."""
+        if self.piece is not None:
+            raise ValueError(
+                f"{self.name} is sharded, so its old values are not here as heads; use what does not need them, or "
+                "initialize before sharding"
+            )
         return self.projection.view(self.weight.detach())
+
+    @functools.cached_property
+    def piece(self) -> distributed.Piece | None:
+        """The part of the heads that this rank holds of a sharded weight; None for a weight that is here."""
+        weight = self.weight
+        if own := getattr(self.projection.view, "piece", None):
+            return own(weight)
+        return distributed.piece_of(self.projection.view, weight, self.name) if distributed.is_sharded(weight) else None
+
+    def part(self, chunk: range) -> Target:
+        """The same target, of which a scheme shall draw the heads ``chunk``."""
+        part = replace(self, chunk=chunk)
+        part.__dict__["piece"] = self.piece
+        return part
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(*heads, head_dim, in_features) of the whole projection, sharded or not."""
+        return self.piece.shape if self.piece is not None else tuple(self.heads.shape)
+
+    @property
+    def count(self) -> int:
+        """Heads of the whole projection."""
+        return math.prod(self.shape[:-2])
+
+    @property
+    def drawn_shape(self) -> tuple[int, int, int]:
+        """(heads in ``chunk``, head_dim, in_features): what a scheme returns."""
+        head_dim, in_features = self.shape[-2:]
+        return len(self.chunk), head_dim, in_features
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the stored weight."""
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight, or this rank's part of it, lies."""
+        return distributed.local_part(self.weight).device
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """(name, role): unique in a model, and the names of the sample stream."""
+        return self.name, self.stream_role
 
     @property
     def stream_role(self) -> str:
@@ -72,7 +128,9 @@ class Draw:
 
     Attributes
     ----------
-    heads : new values, shape of ``target.heads``, in any floating dtype; None leaves the projection alone.
+    heads : new values of the heads ``target.chunk``, shape ``target.drawn_shape``, in any floating dtype; or of all
+        heads, of which the chunk is kept; None leaves the projection alone. The values of a head must not depend on the
+        chunk it is drawn in.
     made : in words, what they are, or why the projection was left alone.
     gain : the singular value asked for; NaN if the scheme has none.
     """
@@ -97,32 +155,54 @@ def apply_scheme(
     include_frozen: bool,
     overwrite: bool,
     prepare: Callable[[list[Target]], None] | None = None,
+    choose: Callable[[Discovery], list[Target]] | None = None,
 ) -> InitReport:
     """Run ``draw`` on every projection of ``model`` and write the results. See ``conditioned_`` for the arguments.
 
-    ``prepare`` sees all checked targets first, for what is faster done together.
+    ``prepare`` sees all checked targets first, for what is faster done together. ``choose`` picks the targets of a
+    scheme that writes more than Q, K and V.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     with torch.inference_mode(False), torch.no_grad(), quiet_parametrizations(model):
         found = locate(model, where=where, layouts=layouts, strict=strict)
-        targets = resolve(found)
+        targets = (choose or resolve)(found)
         for target in targets:
             _check(target, include_frozen=include_frozen, overwrite=overwrite)
         targets, tied = _untie(targets)
         if prepare is not None:
             prepare(targets)
-        skipped, writes, touched = [*found.skipped, *tied], [], []
+        skipped, writes, touched, others = [*found.skipped, *tied], [], [], []
         for target in targets:
-            drawn = draw(target)
+            drawn, blocks, estimates = Draw(None, ""), [], []
+            for chunk in target.piece.chunks() if target.piece else (range(target.count),):
+                drawn, heads = _draw(target.part(chunk), draw)
+                if drawn.heads is None:
+                    break
+                blocks.append((chunk, target.piece.select(heads, chunk) if target.piece else heads))
+                if target.projection.role != WHOLE:
+                    estimates.append(measure(target, heads, made=drawn.made, gain=drawn.gain, local=chunk))
             if drawn.heads is None:
                 skipped.append((f"{target.name} ({target.projection.role})", drawn.made))
                 continue
-            heads = drawn.heads.to(target.weight.dtype)
-            writes.append((target, heads))
-            touched.append(measure(target, heads, made=drawn.made, gain=drawn.gain))
+            writes.append((target, blocks))
+            if estimates:
+                touched.append(_joined(estimates))
+            else:
+                others.append(target.name)
         write_all(writes, scheme)
-    return InitReport(scheme, seed, tuple(touched), tuple(skipped), found.unknown)
+    return InitReport(scheme, seed, tuple(touched), tuple(skipped), found.unknown, tuple(others))
+
+
+def _draw(target: Target, draw: Scheme) -> tuple[Draw, Tensor]:
+    """What a scheme draws for the target's chunk, (len(chunk), head_dim, in_features) in the weight's dtype."""
+    drawn = draw(target)
+    if drawn.heads is None:
+        return drawn, torch.empty(0)
+    heads = drawn.heads.reshape(-1, *target.shape[-2:])
+    if len(heads) != len(target.chunk):
+        heads = heads[target.chunk.start : target.chunk.stop]
+    return drawn, heads.to(target.dtype)
 
 
 def locate(
@@ -133,6 +213,7 @@ def locate(
     strict: bool,
 ) -> Discovery:
     """:func:`find_attention`, refusing a model without known attention and, if ``strict``, with unknown attention."""
+    distributed.reshard(model)
     found = find_attention(model, where=where, layouts=layouts)
     unknown = "; ".join(f"{name or 'the model itself'}: {reason}" for name, reason in found.unknown)
     remedy = (
@@ -154,11 +235,11 @@ def locate(
     return found
 
 
-def resolve(found: Discovery) -> list[Target]:
-    """The discovery's projections with the modules that own their weights."""
+def resolve(found: Discovery, *, outputs: bool = False) -> list[Target]:
+    """The discovery's projections with the modules that own their weights; with ``outputs``, each layer's W_O too."""
     targets = []
     for layer in found.layers:
-        for projection in layer.projections:
+        for projection in (*layer.projections, *([layer.output] if outputs and layer.output else [])):
             name = projection.parameter.rpartition(".")[2]
             targets.append(Target(layer, projection, layer.owner(projection), name, layer.parameter_name(projection)))
     return targets
@@ -169,41 +250,100 @@ def sigma_tolerance(dtype: torch.dtype) -> float:
     return {torch.float32: 1e-5, torch.float64: 1e-11}.get(dtype) or torch.finfo(dtype).eps
 
 
-def measure(target: Target, heads: Tensor, *, made: str, gain: float) -> ProjectionReport:
-    """kappa and singular values of ``heads`` (*heads, head_dim, in_features) as stored, to half the tolerance."""
+def measure(target: Target, heads: Tensor, *, made: str, gain: float, local: range | None = None) -> ProjectionReport:
+    """kappa and singular values of ``heads`` (*heads, head_dim, in_features) as stored, to half the tolerance.
+
+    ``local`` says which of the projection's heads these are, where they may not be all.
+    """
     flat = heads.reshape(-1, *heads.shape[-2:])
+    rank = stacked_rank(flat)
+    estimate = condition_number(flat, rtol=_rtol(heads.dtype))
+    return described(target, estimate, made=made, gain=gain, local=local, rank=rank)
+
+
+def measure_all(targets: list[Target], gains: list[float]) -> list[ProjectionReport]:
+    """:func:`measure` of what the targets hold now.
+
+    Of sharded targets every head is measured, the same on every rank. That is a collective: all ranks call it with the
+    same targets in one order.
+    """
+    shards = [target for target in targets if target.piece is not None]
+    distributed.check_agreement([(target.name, target.weight) for target in shards])
+    grams = iter(distributed.grams([(target.piece, target.weight) for target in shards if target.piece is not None]))
+    entries = []
+    for target, gain in zip(targets, gains, strict=True):
+        if target.piece is None:
+            entries.append(measure(target, target.heads, made="", gain=gain))
+            continue
+        terms = distributed.gram_terms(target.weight, target.shape[-1])
+        estimate = condition_of_gram(next(grams), terms, rtol=_rtol(target.dtype))
+        entries.append(described(target, estimate, made="", gain=gain))
+    return entries
+
+
+def described(
+    target: Target,
+    estimate: ConditionEstimate,
+    *,
+    made: str,
+    gain: float,
+    local: range | None = None,
+    rank: int | None = None,
+) -> ProjectionReport:
+    """A report's entry for an estimate of the target's heads, or of the heads ``local`` of it."""
+    heads, (head_dim, in_features) = target.count, target.shape[-2:]
     return ProjectionReport(
         layer=target.layer.name,
         parameter=target.name,
         role=target.projection.role,
         part=target.projection.part,
-        heads=flat.shape[0],
-        head_dim=flat.shape[1],
-        in_features=flat.shape[2],
-        dtype=heads.dtype,
+        heads=heads,
+        head_dim=head_dim,
+        in_features=in_features,
+        dtype=target.dtype,
         made=made,
         gain=gain,
-        estimate=condition_number(flat, rtol=min(1e-3, sigma_tolerance(heads.dtype) / 2)),
-        stacked_rank=stacked_rank(flat),
+        estimate=estimate,
+        stacked_rank=rank,
+        local=None if local is None or len(local) == heads else tuple(local),
     )
+
+
+def _joined(entries: list[ProjectionReport]) -> ProjectionReport:
+    """One entry for several chunks of one projection's heads."""
+    if len(entries) == 1:
+        return entries[0]
+    parts = [entry.estimate for entry in entries]
+    estimate = ConditionEstimate(
+        **{field.name: torch.cat([getattr(part, field.name) for part in parts]) for field in fields(ConditionEstimate)}
+    )
+    local = tuple(head for entry in entries for head in entry.local or ())
+    return replace(
+        entries[0], estimate=estimate, local=None if len(local) == entries[0].heads else local, stacked_rank=None
+    )
+
+
+def _rtol(dtype: torch.dtype) -> float:
+    return min(1e-3, sigma_tolerance(dtype) / 2)
 
 
 def _check(target: Target, *, include_frozen: bool, overwrite: bool) -> None:
     weight, name = target.weight, target.name
-    if any(cls.__name__ == "DTensor" for cls in type(weight).__mro__):
-        raise ValueError(f"{name} is a DTensor; sharded weights are not supported yet, so initialize before sharding")
     _validate.floating(weight, name)
     _validate.not_meta(weight, name)
+    if target.parametrized and distributed.is_sharded(weight):
+        raise ValueError(f"{name} is sharded and parametrized; initialize before registering the parametrization")
     try:
-        _validate.writable(target.heads, name)
+        _validate.writable(target.heads if target.piece is None else distributed.local_part(weight), name)
     except LayoutError as error:
         raise LayoutError(f"{name}: {error}") from error
-    if not target.parametrized and target.attribute not in target.owner._parameters:
+    if not target.parametrized and target.attribute not in {**target.owner._parameters, **target.owner._buffers}:
         raise ValueError(
             f"{name} is no parameter but recomputed in every forward, as the hooks of weight_norm do, so a value "
             "written into it would be lost; initialize before registering the hook"
         )
-    if not include_frozen and (is_adapted(name) or (not target.parametrized and not weight.requires_grad)):
+    frozen = isinstance(weight, nn.Parameter) and not weight.requires_grad
+    if not include_frozen and (is_adapted(name) or (not target.parametrized and frozen)):
         what = "the base of an adapter" if is_adapted(name) else "frozen (requires_grad=False)"
         raise ValueError(
             f"{name} is {what}; pass include_frozen=True to initialize it all the same, or leave its layer out with "
@@ -237,6 +377,10 @@ def _untie(targets: list[Target]) -> tuple[list[Target], list[tuple[str, str]]]:
 
 def _region(target: Target) -> tuple[int, tuple]:
     """The storage behind a target, and which of its elements, as (parametrized, sizes, strides, offset)."""
+    if target.piece is not None:
+        # A rank may hold nothing of a weight, and all ranks must come to one result; so a shard goes by its parameter.
+        heads = target.projection.view(torch.empty(target.weight.shape, device="meta"))
+        return id(target.weight), (False, tuple(heads.shape), heads.stride(), int(heads.storage_offset()))
     heads = target.heads
     region = (target.parametrized, tuple(heads.shape), heads.stride(), int(heads.storage_offset()))
     if not target.parametrized:
@@ -268,17 +412,26 @@ def _check_disjoint(group: list[tuple[Target, tuple]]) -> None:
         place.fill_(number)
 
 
-def write_all(writes: list[tuple[Target, Tensor]], scheme: str) -> None:
+Blocks = list[tuple[range, Tensor]]
+"""New values by chunk of heads: whole heads, or of a sharded weight what :meth:`Piece.select` kept of them."""
+
+
+def as_blocks(target: Target, heads: Tensor) -> Blocks:
+    """New values of all heads of a weight that is here as a whole."""
+    return [(range(target.count), heads)]
+
+
+def write_all(writes: list[tuple[Target, Blocks]], scheme: str) -> None:
     """Write every target's new heads, and undo all of it if anything fails on the way."""
     undo: list[Callable[[], None]] = []
     written: list[Target] = []
     try:
         while writes:
-            target, heads = writes.pop(0)
+            target, blocks = writes.pop(0)
             undo.append(_restorer(target))
-            _write(target, heads)
+            _write(target, blocks)
             written.append(target)
-            del heads
+            del blocks
     except BaseException:
         for restore in reversed(undo):
             restore()
@@ -293,7 +446,7 @@ def write_all(writes: list[tuple[Target, Tensor]], scheme: str) -> None:
 
 def _restorer(target: Target) -> Callable[[], None]:
     """A function that puts back every bit that :func:`_write` may change."""
-    places = [target.heads]
+    places = [target.heads if target.piece is None else distributed.local_part(target.weight)]
     if target.parametrized:
         # The tensors themselves and no views, since an assignment may give them other memory.
         state = parametrizations(target.owner, target.attribute)
@@ -307,7 +460,13 @@ def _restorer(target: Target) -> Callable[[], None]:
     return restore
 
 
-def _write(target: Target, heads: Tensor) -> None:
+def _write(target: Target, blocks: Blocks) -> None:
+    if target.piece is not None:
+        for chunk, block in blocks:
+            target.piece.write(distributed.local_part(target.weight), block, chunk)
+        return
+    [(_, values)] = blocks
+    heads = values.view(target.shape)
     if not target.parametrized:
         target.heads.copy_(heads)
         return

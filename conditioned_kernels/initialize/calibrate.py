@@ -17,7 +17,7 @@ from ..heads.layout import LayoutFunction
 from ..heads.mechanics import attention_heads
 from ..heads.wrappers import quiet_parametrizations
 from ..jacobian import AttentionHeads, jacobian_condition
-from .apply import Target, _check, _restorer, _untie, _write, locate, measure, resolve, write_all
+from .apply import Target, _check, _restorer, _untie, _write, as_blocks, locate, measure, resolve, write_all
 from .init_report import InitReport
 
 GRID = tuple(2.0 ** (power / 2) for power in range(-6, 9))
@@ -168,7 +168,7 @@ def calibrate_gain(
             gains, before, after, evaluations = best_gains(problem, roles, rtol)
             for target in by_layer[layer.name]:
                 undo.append(_restorer(target))
-                _write(target, _scaled(target.heads, gains[target.projection.role]))
+                _write(target, as_blocks(target, _scaled(target.heads, gains[target.projection.role])))
             done[layer.name] = LayerCalibration(layer.name, gains, before, after, evaluations)
 
         try:
@@ -183,7 +183,7 @@ def calibrate_gain(
         if not done:
             raise RuntimeError("the model's forward on this batch called no attention layer, so nothing was calibrated")
         writes = [
-            (target, _scaled(target.heads, entry.gains[target.projection.role]))
+            (target, as_blocks(target, _scaled(target.heads, entry.gains[target.projection.role])))
             for name, entry in done.items()
             for target in by_layer[name]
         ]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .. import _validate
+from .. import _validate, distributed
 from ..heads.discover import Where
 from ..heads.layout import LATENT, ROLES, LayoutFunction
 from ..orthogonalize import grouped, identity_together_, semi_orthogonal, semi_orthogonal_together_
@@ -118,49 +118,44 @@ def conditioned_(
             **found,
         )
 
-    sizes: dict[int, float] = {}
-    made: dict[int, Tensor] = {}
+    sizes: dict[tuple[str, str], float] = {}
+    made: dict[tuple[str, str], Tensor] = {}
 
     def kind_of(target: Target) -> str:
         return value if target.projection.role == "v" else "semi_orthogonal"
 
-    def size_of(target: Target) -> float:
-        if id(target) not in sizes:
-            latent = target.projection.part == LATENT
-            sizes[id(target)] = 1.0 if latent else _resolve_gain(gains[target.projection.role], target.heads)
-        return sizes[id(target)]
-
     def prepare(targets: list[Target]) -> None:
-        for kind in dict.fromkeys(map(kind_of, targets)):
-            chosen = [target for target in targets if kind_of(target) == kind and grouped(target.heads)]
-            if kind == "keep" or not chosen:
-                continue
-            for target in chosen:
-                with named_errors(target):
-                    size_of(target)
-            made.update(_make_together(chosen, kind, [size_of(target) for target in chosen], seed))
+        chosen = [target for target in targets if kind_of(target) != "keep"]
+        sizes.update(_sizes(chosen, gains))
+        for kind in dict.fromkeys(map(kind_of, chosen)):
+            alike = [t for t in chosen if kind_of(t) == kind and t.piece is None and grouped(t.heads)]
+            if alike:
+                made.update(_make_together(alike, kind, [sizes[target.key] for target in alike], seed))
 
     def draw(target: Target) -> Draw:
-        kind, heads = kind_of(target), target.heads
+        kind = kind_of(target)
         if kind == "keep":
             return Draw(None, "value='keep'")
+        size = sizes[target.key]
+        if target.key in made:
+            return Draw(made.pop(target.key), MADE.get(kind, f"identity, {kind}"), size)
         with named_errors(target):
-            size = size_of(target)
-            if id(target) in made:
-                return Draw(made.pop(id(target)), MADE.get(kind, f"identity, {kind}"), size)
+            work = torch.float64 if target.dtype == torch.float64 else torch.float32
             if kind == "semi_orthogonal":
-                work = torch.float64 if heads.dtype == torch.float64 else torch.float32
                 new = semi_orthogonal(
-                    tuple(heads.shape),
+                    target.drawn_shape,
                     seed=seed,
                     key=target.name,
                     role=target.stream_role,
+                    first=target.chunk.start,
                     gain=size,
                     dtype=work,
-                    device=heads.device,
+                    device=target.device,
                 )
                 return Draw(new, MADE[kind], size)
-            return Draw(identity_heads(heads, size, block=kind == "block"), f"identity, {kind}", size)
+            new = torch.empty(target.drawn_shape, dtype=target.dtype, device=target.device)
+            new = identity_heads(new, size, block=kind == "block", first=target.chunk.start)
+            return Draw(new, f"identity, {kind}", size)
 
     return apply_scheme(
         model,
@@ -176,9 +171,9 @@ def conditioned_(
     )
 
 
-def _make_together(targets: list[Target], kind: str, sizes: list[float], seed: int) -> dict[int, Tensor]:
-    """New heads of all targets by their ids, in one launch per kind of head: 48 layers cost what one does."""
-    made: dict[int, Tensor] = {}
+def _make_together(targets: list[Target], kind: str, sizes: list[float], seed: int) -> dict[tuple[str, str], Tensor]:
+    """New heads of all targets by their keys, in one launch per kind of head: 48 layers cost what one does."""
+    made: dict[tuple[str, str], Tensor] = {}
     for device in dict.fromkeys(target.heads.device for target in targets):
         here = [(target, size) for target, size in zip(targets, sizes, strict=True) if target.heads.device == device]
         new = [torch.empty(target.heads.shape, dtype=target.heads.dtype, device=device) for target, _ in here]
@@ -187,22 +182,23 @@ def _make_together(targets: list[Target], kind: str, sizes: list[float], seed: i
             semi_orthogonal_together_(new, seed=seed, names=names, gains=[size for _, size in here])
         else:
             identity_together_(new, [size for _, size in here], block=kind == "block")
-        made.update((id(target), tensor) for (target, _), tensor in zip(here, new, strict=True))
+        made.update((target.key, tensor) for (target, _), tensor in zip(here, new, strict=True))
     return made
 
 
-def identity_heads(like: Tensor, gain: float = 1.0, *, block: bool = True) -> Tensor:
+def identity_heads(like: Tensor, gain: float = 1.0, *, block: bool = True, first: int = 0) -> Tensor:
     """Rectangular identities times ``gain``, shaped (*heads, head_dim, in_features) as ``like``; exact in every dtype.
 
     With ``block``, row r of head h is e_((h * head_dim + r) mod in_features), so heads * head_dim > in_features
-    wraps around and leaves no head dead; without, every head is I. Rows r >= in_features are zero.
+    wraps around and leaves no head dead; without, every head is I. Rows r >= in_features are zero. ``first`` is the
+    number h of the first head here.
     """
     rows, cols = like.shape[-2:]
     out = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
     heads = out.view(-1, rows, cols)
     row = torch.arange(min(rows, cols), device=like.device)
     head = torch.arange(heads.shape[0], device=like.device)[:, None]
-    heads[head, row, (head * rows * block + row) % cols] = gain
+    heads[head, row, ((first + head) * rows * block + row) % cols] = gain
     return out
 
 
@@ -220,16 +216,40 @@ def _gains(gain: Gain | Mapping[str, Gain]) -> dict[str, Gain]:
     return {role: given.get(role, "unit") for role in ROLES}
 
 
-def _resolve_gain(gain: Gain, heads: Tensor) -> float:
-    if gain == "unit":
-        return 1.0
-    if gain != "preserve":
-        return float(gain)
-    norm = float(torch.linalg.vector_norm(heads, dtype=torch.float64))
-    if not math.isfinite(norm) or norm == 0:
-        broken = [i for i, head in enumerate(heads.reshape(-1, *heads.shape[-2:])) if not head.isfinite().all()]
-        what = f"non-finite input in heads {broken}" if broken else "all zeros"
-        raise ValueError(
-            f"gain='preserve' needs weights with a norm, got {what}; initialize the model first, or give a number"
-        )
-    return norm / math.sqrt(math.prod(heads.shape[:-2]) * min(heads.shape[-2:]))
+def _sizes(targets: list[Target], gains: dict[str, Gain]) -> dict[tuple[str, str], float]:
+    """The singular value of each target, by its key."""
+    sizes: dict[tuple[str, str], float] = {}
+    preserved = []
+    for target in targets:
+        gain = 1.0 if target.projection.part == LATENT else gains[target.projection.role]
+        if gain == "preserve":
+            preserved.append(target)
+        else:
+            sizes[target.key] = 1.0 if gain == "unit" else float(gain)
+    for target, norm in zip(preserved, _norms(preserved), strict=True):
+        if not math.isfinite(norm) or norm == 0:
+            raise ValueError(
+                f"{target.name} ({target.projection.role}): gain='preserve' needs weights with a norm, got "
+                f"{_broken(target) if norm else 'all zeros'}; initialize the model first, or give a number"
+            )
+        sizes[target.key] = norm / math.sqrt(target.count * min(target.shape[-2:]))
+    return sizes
+
+
+def _norms(targets: list[Target]) -> list[float]:
+    """Frobenius norms; of the sharded targets with one reduction for all of them, on every rank."""
+    sharded = [(target.piece, target.weight) for target in targets if target.piece is not None]
+    squares = iter(distributed.squared_norms(sharded))
+    return [
+        float(torch.linalg.vector_norm(target.heads, dtype=torch.float64))
+        if target.piece is None
+        else math.sqrt(next(squares))
+        for target in targets
+    ]
+
+
+def _broken(target: Target) -> str:
+    if target.piece is not None:
+        return "non-finite input"
+    heads = target.heads.reshape(-1, *target.shape[-2:])
+    return f"non-finite input in heads {[i for i, head in enumerate(heads) if not head.isfinite().all()]}"

@@ -22,14 +22,17 @@ class ProjectionReport:
     ----------
     layer : the attention module's name in the user's model.
     parameter : the weight's name in the user's model.
-    role : "q", "k", "v" or "kv"; ``part`` tells apart several of one role.
-    heads, head_dim, in_features : a head is (head_dim, in_features); K/V heads where they are grouped.
+    role : "q", "k", "v" or "kv"; "o" for W_O, whose in_features are its outputs, where a scheme writes it.
+    part : tells apart several projections of one role.
+    heads, head_dim, in_features : how many, of (head_dim, in_features) each; K/V heads where they are grouped.
     dtype : of the stored weight.
     made : in words, what was written, e.g. "semi-orthogonal", "identity, block"; "" if only measured.
     gain : the singular value asked for; NaN where the scheme has none.
-    estimate : sigma_max, sigma_min and kappa per head, shape (heads,), with brackets.
+    estimate : sigma_max, sigma_min and kappa per measured head, with brackets; shape (heads,), or as ``local``.
     stacked_rank : exact rank of the stacked (heads*head_dim, in_features) weight where every row has at most one
         non-zero, as an identity has; None elsewhere, since it is not measured.
+    local : the heads that were measured, where not all: those of which this rank holds a part of a sharded weight.
+        They were measured whole, as every rank that holds a part has drawn them.
     """
 
     layer: str
@@ -44,6 +47,12 @@ class ProjectionReport:
     gain: float
     estimate: ConditionEstimate
     stacked_rank: int | None
+    local: tuple[int, ...] | None = None
+
+    @property
+    def measured(self) -> tuple[int, ...]:
+        """The heads of ``estimate``, in its order."""
+        return tuple(range(self.heads)) if self.local is None else self.local
 
     @property
     def label(self) -> str:
@@ -62,6 +71,7 @@ class InitReport:
     touched : one entry per projection written, in model order.
     skipped : (name, reason) of layers or projections of known classes that were left alone.
     unknown : (name, reason) of modules that look like attention but have no layout.
+    others : names of the parameters beside the attention weights that a scheme wrote.
     calibration : the gains and kappa(J) per layer of gain="calibrated"; None elsewhere.
     """
 
@@ -70,6 +80,7 @@ class InitReport:
     touched: tuple[ProjectionReport, ...]
     skipped: tuple[tuple[str, str], ...]
     unknown: tuple[tuple[str, str], ...]
+    others: tuple[str, ...] = ()
     calibration: CalibrationReport | None = None
 
     def rows(self) -> list[dict[str, object]]:
@@ -78,11 +89,14 @@ class InitReport:
 
     def __str__(self) -> str:
         heads = sum(entry.heads for entry in self.touched)
+        measured = sum(len(entry.measured) for entry in self.touched)
         lines = [
             f"{self.scheme}, seed {self.seed}: {heads} head matrices in {len(self.touched)} projections of "
             f"{len({entry.layer for entry in self.touched})} attention layers"
         ]
-        for label in dict.fromkeys(entry.label for entry in self.touched):
+        if measured < heads:
+            lines.append(f"  measured on this rank: the {measured} of which it holds a part")
+        for label in dict.fromkeys(entry.label for entry in self.touched if entry.measured):
             entries = [entry for entry in self.touched if entry.label == label]
             kappa = torch.cat([entry.estimate.kappa.cpu() for entry in entries])
             sigma = torch.cat([entry.estimate.sigma_max.cpu() for entry in entries])
@@ -90,6 +104,8 @@ class InitReport:
                 f"  {label}: {entries[0].made or 'measured'}, kappa {kappa.min():.6g} to {kappa.max():.6g}, "
                 f"sigma_max {sigma.min():.6g} to {sigma.max():.6g}"
             )
+        if self.others:
+            lines.append(f"  and other parameters: {len(self.others)}")
         lines += [f"  skipped {name}: {reason}" for name, reason in self.skipped]
         lines += [f"  unknown {name}: {reason}" for name, reason in self.unknown]
         return "\n".join(lines)
@@ -103,10 +119,10 @@ def head_rows(entries: tuple[ProjectionReport, ...]) -> list[dict[str, object]]:
             name: getattr(entry.estimate, name).reshape(-1).tolist()
             for name in ("sigma_max", "sigma_min", "kappa", "low", "high")
         }
-        for head in range(entry.heads):
+        for index, head in enumerate(entry.measured):
             rows.append(
                 {"layer": entry.layer, "parameter": entry.parameter, "role": entry.label, "head": head}
-                | {name: values[head] for name, values in measured.items()}
+                | {name: values[index] for name, values in measured.items()}
             )
     return rows
 

@@ -58,24 +58,28 @@ def random_(
         )
 
     def draw(target: Target) -> Draw:
-        heads = target.heads
-        rows, cols = heads.shape[-2:]
-        number = math.prod(heads.shape[:-2])
+        rows, cols = target.shape[-2:]
         role = f"{kind}/{target.stream_role}"
-        work = torch.float64 if heads.dtype == torch.float64 else torch.float32
+        work = torch.float64 if target.dtype == torch.float64 else torch.float32
         if kind == "orthogonal":
             new = semi_orthogonal(
-                tuple(heads.shape), seed=seed, key=target.name, role=role, dtype=work, device=heads.device
+                target.drawn_shape,
+                seed=seed,
+                key=target.name,
+                role=role,
+                first=target.chunk.start,
+                dtype=work,
+                device=target.device,
             )
             return Draw(new, "semi-orthogonal", 1.0)
         scale = {
             "trunc_normal": std,
-            "xavier": math.sqrt(2 / (cols + number * rows)),
+            "xavier": math.sqrt(2 / (cols + target.count * rows)),
             "kaiming": math.sqrt(2 / cols),
         }[kind]
         key = stream_key(seed, target.name, role)
-        samples = philox_normal(key, range(number), range(rows * cols), device=heads.device)
-        return Draw(samples.view(heads.shape).to(work).mul_(scale), f"{kind}, std {scale:.4g}")
+        samples = philox_normal(key, target.chunk, range(rows * cols), device=target.device)
+        return Draw(samples.view(target.drawn_shape).to(work).mul_(scale), f"{kind}, std {scale:.4g}")
 
     return apply_scheme(
         model,

@@ -152,7 +152,7 @@ def test_split_sums_agree_and_one_head_is_the_batch() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(8, 96), (12, 33), (40, 9), (8, 8)])
 def test_sampled_kernels_equal_the_same_numbers_in_memory(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    source = samples_of([KEY, 7], [2, 1], *shape, CPU)
+    source = samples_of([KEY, 7], [0, 0], [2, 1], *shape, CPU)
     elements = range(shape[0] * shape[1])
     w = torch.cat([philox_normal(KEY, range(2), elements), philox_normal(7, range(1), elements)]).view(3, *shape)
     w = w if shape[0] < shape[1] else w.mT
@@ -182,12 +182,20 @@ def test_every_storage_form_is_drawn_in_place(form: str, method: str) -> None:
     weight = poisoned(*shape)
     heads = view(weight)
     key = stream_key(3, form, "q")
-    residual = route.semi_orthogonal_([heads], [key], [0.5], method, _torch.factor, _redraw(method))
+    residual = route.semi_orthogonal_([heads], [key], [0], [0.5], method, _torch.factor, _redraw(method))
     expected = semi_orthogonal(tuple(heads.shape), seed=3, key=form, role="q", gain=0.5, method=method, backend="torch")
     assert (heads - expected).abs().amax() < 1e-5
     assert residual.shape == (heads.shape[:-2].numel(),)
     assert residual.amax() < 2e-6
     assert int(weight.isnan().sum()) == weight.numel() - heads.numel()
+
+
+@pytest.mark.parametrize("shape", [(5, 8, 40), (5, 24, 5)])
+def test_a_part_of_the_heads_has_the_bits_of_the_whole(shape: tuple[int, ...]) -> None:
+    whole, part = poisoned(*shape), poisoned(2, *shape[1:])
+    for tensor, first in ((whole, 0), (part, 3)):
+        route.semi_orthogonal_([tensor], [KEY], [first], [0.5], "polar", _torch.factor, _redraw("polar"))
+    assert torch.equal(part, whole[3:])
 
 
 def _breaking(matrices: torch.Tensor, method: str) -> torch.Tensor:
@@ -198,7 +206,7 @@ def _breaking(matrices: torch.Tensor, method: str) -> torch.Tensor:
 
 def test_refused_factors_are_redrawn() -> None:
     tensors = [poisoned(1, 4, 8), poisoned(8, 6).unflatten(0, (2, 4))]
-    residual = route.semi_orthogonal_(tensors, [1, 2], [1.0, 0.5], "polar", _breaking, _redraw("polar"))
+    residual = route.semi_orthogonal_(tensors, [1, 2], [0, 3], [1.0, 0.5], "polar", _breaking, _redraw("polar"))
     assert residual.amax() < 2e-6
     gram_matrices = tensors[1] @ tensors[1].mT
     assert (gram_matrices - 0.25 * torch.eye(4)).abs().amax() < 1e-6
@@ -211,7 +219,7 @@ def test_singular_samples_leave_everything_untouched() -> None:
         raise RuntimeError("drew a numerically singular matrix")
 
     with pytest.raises(RuntimeError, match="singular"):
-        route.semi_orthogonal_(tensors, [1, 2], [1.0, 1.0], "polar", _breaking, refuse)
+        route.semi_orthogonal_(tensors, [1, 2], [0, 0], [1.0, 1.0], "polar", _breaking, refuse)
     assert all(tensor.isnan().all() for tensor in tensors)
 
 
@@ -239,9 +247,9 @@ def test_48_layers_of_12_heads_are_one_launch(monkeypatch: pytest.MonkeyPatch) -
 
 def test_workspace_cap_makes_several_launches_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, capped = [poisoned(5, 4, 16) for _ in range(2)], [poisoned(5, 4, 16) for _ in range(2)]
-    whole = route.semi_orthogonal_(tensors, [1, 2], [1.0, 2.0], "qr", _torch.factor, _redraw("qr"))
+    whole = route.semi_orthogonal_(tensors, [1, 2], [0, 0], [1.0, 2.0], "qr", _torch.factor, _redraw("qr"))
     monkeypatch.setattr(heads_module, "WORKSPACE_BYTES", 3 * 2 * 4 * 4 * 4)
-    parts = route.semi_orthogonal_(capped, [1, 2], [1.0, 2.0], "qr", _torch.factor, _redraw("qr"))
+    parts = route.semi_orthogonal_(capped, [1, 2], [0, 0], [1.0, 2.0], "qr", _torch.factor, _redraw("qr"))
     assert torch.equal(torch.cat(tensors), torch.cat(capped))
     assert torch.equal(whole, parts)
 
