@@ -107,7 +107,8 @@ class Watched:
 
 def watch(target: Target, heads: Sequence[int] | None) -> Watched:
     """The heads of one projection, checked by reading them once. Raises :class:`Unreadable`."""
-    if distributed.is_sharded(target.weight):
+    # Reading a parametrized weight recomputes it, which head_matrices does with care.
+    if not target.parametrized and distributed.is_sharded(target.weight):
         piece, dtype = _piece(target), target.weight.dtype
         shape = torch.Size((piece.count, *piece.shape[-2:]))
         device = torch.device(target.weight.device_mesh.device_type)  # type: ignore[attr-defined]
