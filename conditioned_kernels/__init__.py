@@ -5,7 +5,7 @@ from ._status import Status
 from ._version import __version__
 from .condition import ConditionEstimate, condition_number
 from .heads import LayoutError, NoAttentionFound, find_attention, probe, register_layout
-from .initialize import InitReport, conditioned_, initialize_, mimetic_, random_, warmup
+from .initialize import InitReport, conditioned_, initialize_, materialize_, mimetic_, random_, warmup
 from .orthogonalize import Certificate, certify, orthogonalize, semi_orthogonal, semi_orthogonal_
 from .verify import VerifyReport, verify
 
@@ -25,6 +25,7 @@ __all__ = [
     "explain_backend",
     "find_attention",
     "initialize_",
+    "materialize_",
     "mimetic_",
     "orthogonalize",
     "probe",

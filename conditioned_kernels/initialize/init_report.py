@@ -66,6 +66,8 @@ class InitReport:
     touched : one entry per projection written, in model order.
     skipped : (name, reason) of layers or projections of known classes that were left alone.
     unknown : (name, reason) of modules that look like attention but have no layout.
+    deferred : (name, reason) of projections on the meta device, which ``materialize_`` will initialize; nothing else
+        was done then.
     """
 
     scheme: str
@@ -73,6 +75,7 @@ class InitReport:
     touched: tuple[ProjectionReport, ...]
     skipped: tuple[tuple[str, str], ...]
     unknown: tuple[tuple[str, str], ...]
+    deferred: tuple[tuple[str, str], ...] = ()
 
     def rows(self) -> list[dict[str, object]]:
         """One dict per head: layer, parameter, role, head, sigma_max, sigma_min, kappa, low, high. Reads the device."""
@@ -94,6 +97,10 @@ class InitReport:
             lines.append(
                 f"  {label}: {entries[0].made or 'measured'}, kappa {kappa.min():.6g} to {kappa.max():.6g}, "
                 f"sigma_max {sigma.min():.6g} to {sigma.max():.6g}"
+            )
+        if self.deferred:
+            lines.append(
+                f"  deferred: {len(self.deferred)} projections on the meta device, until materialize_ is called"
             )
         lines += [f"  skipped {name}: {reason}" for name, reason in self.skipped]
         lines += [f"  unknown {name}: {reason}" for name, reason in self.unknown]
