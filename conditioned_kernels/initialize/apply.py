@@ -289,7 +289,9 @@ def measure(target: Target, heads: Tensor, *, made: str, gain: float, local: ran
     flat = heads.reshape(-1, *heads.shape[-2:])
     rank = stacked_rank(flat)
     estimate = condition_number(flat, rtol=_rtol(heads.dtype))
-    return described(target, estimate, made=made, gain=gain, local=local, rank=rank)
+    # A tensor from a file may have another dtype than the architecture it is of.
+    entry = described(target, estimate, made=made, gain=gain, local=local, rank=rank)
+    return entry if entry.dtype == heads.dtype else replace(entry, dtype=heads.dtype)
 
 
 def measure_all(targets: list[Target], gains: list[float]) -> list[ProjectionReport]:

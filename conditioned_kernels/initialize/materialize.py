@@ -259,7 +259,8 @@ def _poisoned(tensor: Tensor) -> bool:
     if not tensor.numel() or tensor.dtype == torch.bool:
         return False
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return bool(tensor.detach().isnan().any())
+        # In parts, since the answer for an embedding of a billion elements is as large as itself.
+        return any(bool(part.isnan().any()) for part in tensor.detach().view(-1).split(1 << 22))
     return bool((tensor == torch.iinfo(tensor.dtype).max).all())
 
 
