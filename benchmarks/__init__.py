@@ -1,1 +1,1 @@
-"""Ratios against what torch offers, measured side by side; see measure.py."""
+"""Runs of the benchmark suite (``conditioned_kernels.bench``) and their committed results; see the README."""

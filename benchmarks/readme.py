@@ -1,7 +1,7 @@
 """Fill the generated parts of README.md: ``python -m benchmarks.readme`` (``--check`` only compares).
 
 A part stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` and is never written by hand: the support
-table comes from the family table, the performance tables from the committed result files.
+table comes from the family table, the rest from the committed result files. So do the pages beside those.
 """
 
 from __future__ import annotations
@@ -11,22 +11,73 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from conditioned_kernels.bench.tables import Table, as_markdown, as_summary
+from conditioned_kernels.bench.tables import markdown as table_markdown
 from conditioned_kernels.heads.support import support_table
 
-from .measure import markdown
+from . import soak
+from .experiments.report import readme_text
+from .published import PUBLISHED, Published
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+def records(kind: str) -> list[dict[str, Any]]:
+    """The committed result files of one kind, one per machine."""
+    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted((RESULTS / kind).glob("*.json"))]
+
+
 def performance() -> str:
-    """Every committed result file's tables, one machine after the other."""
-    records = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*.json"))]
-    return "\n".join(markdown(record).rstrip() + "\n" for record in records)
+    """Every committed benchmark in short, one machine after the other."""
+    return "\n\n".join(as_summary(record) for record in records("bench"))
 
 
-PARTS: dict[str, Callable[[], str]] = {"support": support_table, "performance": performance}
+def pages() -> dict[Path, str]:
+    """Beside every committed benchmark's file, all its tables."""
+    found = {
+        file.with_suffix(".md"): json.loads(file.read_text("utf-8")) for file in (RESULTS / "bench").glob("*.json")
+    }
+    return {page: f"# {record['environment']['device']}\n\n{as_markdown(record)}\n" for page, record in found.items()}
+
+
+def published() -> str:
+    """Public figures of others by hardware, with ours against the same code where the suite runs it."""
+    rows = [
+        (each.hardware, each.who, each.job, each.figure, _ours(each), each.remark, each.source) for each in PUBLISHED
+    ]
+    columns = ("hardware", "who", "job", "their figure", "ours beside their code", "to know", "source")
+    return table_markdown(Table("Public figures of others", columns, rows, words=len(columns)))
+
+
+def _ours(each: Published) -> str:
+    """How ours compares with the same code, on each machine of the committed results."""
+    found = []
+    for record in records("bench"):
+        for result in record["results"]:
+            for row in result["rows"]:
+                if (result["name"], row["contestant"]) == each.beside and row["ratio"] is not None:
+                    text = (
+                        f"{row['ratio']:.1f} times as fast as {row['contestant']} on {record['environment']['device']}"
+                    )
+                    found.append(text if row["equal"] else f"({text}; not of equal accuracy)")
+    return "; ".join(found) or "no like job"
+
+
+def soaked() -> str:
+    """The figures of every committed soak."""
+    return "\n\n".join(soak.as_markdown(record) for record in records("soak"))
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "support": support_table,
+    "performance": performance,
+    "published": published,
+    "soak": soaked,
+    "experiments": readme_text,
+}
 
 
 def filled(text: str) -> str:
@@ -41,15 +92,16 @@ def filled(text: str) -> str:
 
 
 def main() -> int:
-    """Rewrite README.md, or with ``--check`` return 1 if it is out of date."""
+    """Rewrite README.md and the pages, or with ``--check`` return 1 if one is out of date."""
     readme = ROOT / "README.md"
-    before = readme.read_text(encoding="utf-8")
-    after = filled(before)
+    wanted = {readme: filled(readme.read_text(encoding="utf-8")), **pages()}
+    old = [file for file, text in wanted.items() if not file.exists() or file.read_text(encoding="utf-8") != text]
     if "--check" in sys.argv[1:]:
-        if before != after:
-            print("README.md is out of date: run python -m benchmarks.readme", file=sys.stderr)
-        return int(before != after)
-    readme.write_text(after, encoding="utf-8")
+        for file in old:
+            print(f"{file.relative_to(ROOT)} is out of date: run python -m benchmarks.readme", file=sys.stderr)
+        return int(bool(old))
+    for file in old:
+        file.write_text(wanted[file], encoding="utf-8")
     return 0
 
 

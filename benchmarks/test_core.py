@@ -6,29 +6,27 @@ import dataclasses
 from typing import Any
 
 import pytest
-import torch
 
-from .cases import CASES, RESIDUAL, Case, Contestant, residual
-from .measure import Result, WrongResult, check, measure
+from conditioned_kernels.bench.case import Case, Skipped
+from conditioned_kernels.bench.machine import Rates
+from conditioned_kernels.bench.measure import Result, check, chosen, measure
+
+from .conftest import CPU
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_case(case: Case, benchmark: Any, results: list[Result]) -> None:
-    """Ours by pytest-benchmark, all contestants in turns; with benchmarks disabled only the accuracy is checked."""
-    benchmark.group = case.name
+@pytest.mark.parametrize("case", chosen(CPU), ids=lambda case: case.name)
+def test_case(case: Case, benchmark: Any, results: list[Result], request: pytest.FixtureRequest) -> None:
+    """Ours by pytest-benchmark, all contestants in turns; with benchmarks disabled only our accuracy is checked."""
+    benchmark.group = case.group
+    ours = case.contestants()[0]
+    if isinstance(ours, Skipped):
+        pytest.skip(ours.reason)
     if benchmark.disabled:
-        ours, *peers = case.contestants()
-        check(case, ours.name, dict(ours.errors(benchmark(ours.run))))
-        for each in peers:
-            check(case, each.name, dict(each.errors(each.run())))
+        benchmark(lambda: None)
+        _, _, refused = check(case, ours)
+        assert not refused
         return
-    results.append(result := measure(case))
+    rates: Rates = request.getfixturevalue("rates")
+    results.append(result := measure(case, rates=rates))
     benchmark.extra_info |= dataclasses.asdict(result)
-    benchmark.pedantic(case.contestants()[0].run, rounds=result.repeats, warmup_rounds=1)
-
-
-def test_a_wrong_result_is_not_timed() -> None:
-    for wrong in (torch.ones(2, 4, 2), torch.full((2, 4, 2), torch.nan)):
-        case = Case("job", "a job", lambda q=wrong: (Contestant("wrong", lambda: q, residual),), {RESIDUAL: 1e-6})
-        with pytest.raises(WrongResult, match="job: wrong is off by"):
-            measure(case, repeats=1)
+    benchmark.pedantic(ours.run, rounds=result.turns, warmup_rounds=1)

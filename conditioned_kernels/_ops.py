@@ -138,7 +138,12 @@ def _factor(gram: Tensor, method: str) -> Tensor:
 
 
 def _extremes(gram: Tensor, rounding: Tensor, rtol: float) -> Tensor:
-    return spectrum_bracket(gram, rounding, rtol, gram.shape[-1])[0].T
+    return _follow(gram, rounding, rtol, None)[0]
+
+
+def _follow(gram: Tensor, rounding: Tensor, rtol: float, vectors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    bounds, vectors, _, _ = spectrum_bracket(gram, rounding, rtol, gram.shape[-1], vectors)
+    return bounds.T, vectors
 
 
 def _gram(weights: Tensor) -> Tensor:
@@ -153,7 +158,7 @@ def _gram_terms(weights: Tensor) -> tuple[Tensor, int]:
 
 
 _TORCH = _torch.SMALL_MATRIX
-_EXTENSION = _torch.SmallMatrix(_factor, _extremes, _gram, _gram_terms)
+_EXTENSION = _torch.SmallMatrix(_factor, _extremes, _follow, _gram, _gram_terms)
 
 
 def small_matrix(backend: str, matrices: Tensor) -> _torch.SmallMatrix:

@@ -89,6 +89,8 @@ class SmallMatrix(NamedTuple):
 
     factor : (gram, method) -> the F with F W orthonormal, NaN where it fails; see :func:`factor`.
     extremes : (gram, rounding, rtol) -> (6, b) float64 eigenvalue brackets; see :func:`extremes`.
+    follow : (gram, rounding, rtol, vectors or None) -> (the same brackets, vectors): the vectors of one call speed up
+        the next, on a matrix that has changed little; None where the backend has no use for them.
     gram : w -> W W^H, summed in any order.
     gram_terms : w -> (W W^H, k), where no product of two elements is rounded more than k times on its way into the
         sum; see :func:`gram_rounding`.
@@ -97,6 +99,7 @@ class SmallMatrix(NamedTuple):
 
     factor: Callable[[Tensor, str], Tensor]
     extremes: Callable[[Tensor, Tensor, float], Tensor]
+    follow: Callable[[Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor | None]]
     gram: Callable[[Tensor], Tensor]
     gram_terms: Callable[[Tensor], tuple[Tensor, int]]
     halves: bool = False
@@ -358,7 +361,7 @@ def _extremes_gram(w: Tensor, rtol: float, small: SmallMatrix) -> Tensor:
 
 def _extremes_of(gram: Tensor, terms: int, rtol: float, small: SmallMatrix) -> Tensor:
     rounding = gram_rounding(gram, terms).double()
-    usable = rounding.isfinite() & (rounding > _smallest_rounding(gram.dtype))
+    usable = rounding.isfinite() & (rounding > smallest_rounding(gram.dtype))
     values = small.extremes(gram, rounding, rtol)
     return torch.where(usable, values.clamp_min(0).sqrt_(), torch.nan)
 
@@ -394,10 +397,15 @@ def extremes(gram: Tensor, rounding: Tensor, rtol: float) -> Tensor:
     return torch.stack((high, high - delta, high + delta, low, low - delta, low + delta))
 
 
-SMALL_MATRIX = SmallMatrix(factor, extremes, gram_plain, gram_blocked)
+def follow(gram: Tensor, rounding: Tensor, rtol: float, vectors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """:func:`extremes`, which starts from nothing."""
+    return extremes(gram, rounding, rtol), None
 
 
-def _smallest_rounding(dtype: torch.dtype) -> float:
+SMALL_MATRIX = SmallMatrix(factor, extremes, follow, gram_plain, gram_blocked)
+
+
+def smallest_rounding(dtype: torch.dtype) -> float:
     # Products below the normal range are lost, at most tiny each; far below this delta they do not matter.
     return torch.finfo(dtype).tiny * 2.0**40
 

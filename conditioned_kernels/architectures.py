@@ -71,6 +71,11 @@ def transformers_config(model_type: str | None, file: str | Path | None) -> Any:
             raise ArchitectureError(f"cannot read the configuration {file}: {error}") from error
         if not isinstance(values, dict):
             raise ArchitectureError(f"the configuration {file} must be a JSON object, got {type(values).__name__}")
+    if model_type is not None and values.get("model_type", model_type) != model_type:
+        raise ArchitectureError(
+            f"the configuration {file} is of model type {values['model_type']!r}, not {model_type!r}; name the "
+            "architecture it belongs to"
+        )
     model_type = model_type or values.get("model_type")
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         raise ArchitectureError(

@@ -241,11 +241,15 @@ def write_safetensors(
         os.replace(unfinished, path)
         return Stored(size, digest.hexdigest())
     except OSError as error:
-        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
-        raise CheckpointError(f"cannot write {path}: {reason}; nothing was changed") from error
+        raise CheckpointError(f"cannot write {path}: {reason(error)}; nothing was changed") from error
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
+
+
+def reason(error: OSError) -> str:
+    """Why a file could not be written, in words."""
+    return "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
 
 
 def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:

@@ -47,7 +47,8 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "
 
 
 def main() -> NoReturn:
-    """Run the command line. Exit code: 0, 1 if ``verify`` or ``probe`` finds a fault, 2 on error, 130 on Ctrl-C."""
+    """Run the command line. Exit code: 0, 1 if ``verify``, ``probe`` or ``bench --compare`` finds a fault, 2 on error,
+    130 on Ctrl-C."""
     try:
         code = app(standalone_mode=False) or 0  # without standalone mode, the exit code is returned
     except (KeyboardInterrupt, typer.Abort):
@@ -201,6 +202,22 @@ def probe(
 
 
 @app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A monitor's .jsonl, .csv or .parquet file, or a folder of them.")],
+    out_path: Annotated[Path | None, typer.Option("--out", help="The page to write; RUN.html unless given.")] = None,
+    force: Force = False,
+) -> None:
+    """What a ConditioningMonitor saw during training, as one self-contained page."""
+    from .integrations.files import read_records
+    from .monitor.run_report import run_html
+
+    page = out_path or run.resolve().with_suffix(".html")
+    _check_output("--out", page, force)
+    run_html(page, run.resolve().stem, read_records(run))
+    _written(page)
+
+
+@app.command()
 def layouts(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
 ) -> None:
@@ -223,6 +240,60 @@ def layouts(
 def backends() -> None:
     """Which implementations are available and, for the rest, why not."""
     _table([{"backend": name, "status": status} for name, status in list_backends().items()], words=True)
+
+
+@app.command()
+def bench(
+    group: Annotated[list[str] | None, typer.Option(help="Only this group of cases; may be repeated.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Only this case; may be repeated.")] = None,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda or cuda:1.")] = "cpu",
+    budget: Annotated[float, typer.Option(min=0, help="Seconds of turns per case; never fewer than 3 turns.")] = 4.0,
+    turns: Annotated[int, typer.Option(min=1, help="The most turns per case.")] = 25,
+    json: Annotated[Path | None, typer.Option(help="Write the record of the run.")] = None,
+    compare: Annotated[Path | None, typer.Option(help="An older record; exit code 1 if a ratio fell.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the scaling plot of the group growth as PNG.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the groups and cases, and measure nothing.")] = False,
+    force: Force = False,
+) -> None:
+    """Measure this package beside what torch, numpy, scipy and others offer; at most 10 minutes on 2 cores."""
+    from .bench import compare as comparing
+    from .bench import measure, tables
+    from .bench.plot import scaling_figure
+
+    where = measure.available(device)
+    if list_:
+        chosen = measure.chosen(where, group or (), case or ())
+        _table([{"group": one.group, "case": one.name, "what": one.title} for one in chosen], words=True)
+        return
+    for option, path in {"--json": json, "--plot": plot}.items():
+        _check_output(option, path, force)
+    if plot and group and measure.GROWTH not in group:
+        raise ValueError(
+            f"--plot: the scaling plot comes from the group {measure.GROWTH}; add --group {measure.GROWTH}"
+        )
+    old = None if compare is None else comparing.load(compare)
+    with Progress(TextColumn("{task.description}"), console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("measuring the machine", total=None)
+        record = measure.run(
+            where,
+            groups=group or (),
+            names=case or (),
+            budget=budget,
+            most=turns,
+            say=lambda title: bar.update(task, description=title),
+        )
+    tables.show(record, out)
+    if json:
+        json.write_text(measure.as_json(record), encoding="utf-8")
+    if plot:
+        reports.write_png(plot, scaling_figure(record))
+    _written(json, plot)
+    if old is not None:
+        found = list(comparing.regressions(old, record))
+        for sentence in found:
+            out.print(f"regression: {escape(sentence)}", highlight=False, soft_wrap=True)
+        out.print(f"{len(found)} regressions against {escape(printable(str(compare)))}", highlight=False)
+        raise typer.Exit(1 if found else 0)
 
 
 @app.command()

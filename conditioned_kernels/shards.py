@@ -96,7 +96,7 @@ def write_shards(
 
 
 def _continue(folder: Path, files: Mapping[str, list[str]], key: str, force: bool) -> dict[str, Stored]:
-    """The shards that an earlier run finished; clears what it left unfinished."""
+    """The shards that an earlier run finished; removes all others."""
     notes = _notes(folder)
     others = [path for path in folder.glob("*.safetensors") if path.name not in notes.get("files", {})]
     if not force:
@@ -112,11 +112,17 @@ def _continue(folder: Path, files: Mapping[str, list[str]], key: str, force: boo
         for name, stored in notes["files"].items():
             if Stored(**stored).matches(folder / name):
                 done[name] = Stored(**stored)
-    for path in (*folder.glob("*.safetensors"), *folder.glob(".model*.partial"), folder / INDEX):
+    for path in (*folder.glob("*.safetensors"), folder / INDEX):
         if path.name not in done:
             path.unlink(missing_ok=True)
     _write_json(folder / NOTES, {"job": key, "files": {name: asdict(stored) for name, stored in done.items()}})
     return done
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Remove what a killed :func:`write_shards` left half written beside its finished shards."""
+    for path in folder.glob(".*.partial") if (folder / NOTES).exists() else ():
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _notes(folder: Path) -> dict:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,13 +18,13 @@ from torch import Tensor, nn
 
 from . import architectures
 from ._version import __version__
-from .checkpoint import Checkpoint, CheckpointError, Entry, write_safetensors
+from .checkpoint import Checkpoint, CheckpointError, Entry, reason, write_safetensors
 from .heads.discover import AttentionLayer
 from .initialize import InitReport, conditioned_
 from .initialize.apply import locate, measure, resolve
 from .initialize.init_report import ProjectionReport
 from .initialize.materialize import Block, blocks, fill, joined
-from .shards import write_shards
+from .shards import clear_unfinished, write_shards
 
 Progress = Callable[[int], None]
 
@@ -197,6 +199,10 @@ def init_file(
             progress(done, total)
 
         stack.enter_context(_folder(file.parent))
+        if shard_size is not None:
+            clear_unfinished(out)
+        if out != file:
+            stack.enter_context(_beside_the_weights(out, job.save_config))
         kept: tuple[str, ...] = ()
         if shard_size is None:
             write_safetensors(file, job.entries, job.tensor, force=force, progress=count)
@@ -205,8 +211,6 @@ def init_file(
             kept = write_shards(
                 out, job.entries, job.tensor, size=shard_size, job=json.dumps(facts), force=force, progress=count
             )
-        if out != file:
-            job.save_config(out)
     return Written(job.report(), total, time.perf_counter() - start, kept)
 
 
@@ -426,6 +430,28 @@ def _folder(path: Path) -> Iterator[None]:
         if made and not any(path.iterdir()):
             path.rmdir()
         raise
+
+
+@contextmanager
+def _beside_the_weights(out: Path, save: Callable[[Path], None]) -> Iterator[None]:
+    """Write the files that go with the weights out of sight, and put them in place when what follows has succeeded.
+
+    So a disk that is full behind the weights leaves neither weights without a configuration nor half of one.
+    """
+    try:
+        hidden = Path(tempfile.mkdtemp(prefix=".", suffix=".partial", dir=out))
+    except OSError as error:
+        raise CheckpointError(f"cannot write in {out}: {reason(error)}; nothing was changed") from error
+    try:
+        try:
+            save(hidden)
+        except OSError as error:
+            raise CheckpointError(f"cannot write in {out}: {reason(error)}; nothing was changed") from error
+        yield
+        for path in sorted(hidden.iterdir()):
+            os.replace(path, out / path.name)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _save_config(model: Any, out: Path) -> None:

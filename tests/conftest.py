@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,9 @@ from .extension_build import ready
 settings.register_profile("suite", max_examples=60, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=2000, deadline=None)
 settings.load_profile("suite")
+
+# So that tests can import benchmarks/; behind everything installed, which is what is tested.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 # Matrices here are small, and two threads that wait for each other on a busy machine are far slower than one.
 torch.set_num_threads(1)

@@ -567,7 +567,7 @@ def test_tied_weights_cannot_have_two_values_and_shared_modules_are_visited_once
         ({"gain": 0}, ValueError, r"gain\['q'\] must be a positive finite number, got 0"),
         ({"gain": -2.0}, ValueError, "must be a positive finite number"),
         ({"gain": math.inf}, ValueError, "must be a positive finite number"),
-        ({"gain": "half"}, ValueError, "must be one of 'unit', 'preserve', got 'half'"),
+        ({"gain": "half"}, ValueError, "must be one of 'unit', 'preserve', 'calibrated', got 'half'"),
         ({"gain": {"o": 1.0}}, ValueError, r"gain may name the roles 'q', 'k' and 'v', got \['o'\]"),
         ({"gain": {"k": math.nan}}, ValueError, r"gain\['k'\] must be"),
         ({"value": "identity"}, ValueError, "value must be one of 'block', 'repeat', 'semi_orthogonal', 'keep'"),

@@ -113,7 +113,7 @@ class Discovery:
     Attributes
     ----------
     layers : in the order of the model's modules.
-    skipped : (name, reason) of known layers left out, by ``where``.
+    skipped : (name, reason) of known layers left out, by ``where`` or because they cannot be read.
     unknown : (name, reason) of modules that look like attention but have no layout.
     """
 
@@ -140,7 +140,11 @@ def register_layout(cls: type[nn.Module], layout: LayoutFunction) -> None:
 
 
 def find_attention(
-    model: nn.Module, *, where: Where | None = None, layouts: Mapping[type[nn.Module], LayoutFunction] | None = None
+    model: nn.Module,
+    *,
+    where: Where | None = None,
+    layouts: Mapping[type[nn.Module], LayoutFunction] | None = None,
+    lenient: bool = False,
 ) -> Discovery:
     """Every attention layer of ``model``.
 
@@ -150,6 +154,7 @@ def find_attention(
         a projection.
     where : keeps the layers for which ``where(name, module)`` is true.
     layouts : layout functions by class, for this call only; they go before registered ones and the family table.
+    lenient : put a layer that cannot be read among ``skipped`` instead of raising.
 
     Raises
     ------
@@ -184,6 +189,9 @@ def find_attention(
                 projections = found if isinstance(found, tuple) else from_views(module, found)
                 projections = tuple(replace(each, parameter=own_name(module, each.parameter)) for each in projections)
         except (LayoutError, TypeError) as error:
+            if lenient:
+                skipped.append((name, str(error)))
+                continue
             raise type(error)(f"{name or type(module).__name__}: {error}") from error
         given = next((each for each in projections if each.role == OUTPUT), None)
         projections = tuple(each for each in projections if each.role != OUTPUT)

@@ -25,6 +25,9 @@ from ..heads.wrappers import is_adapted, parametrizations, quiet_parametrization
 from . import materialize
 from .init_report import InitReport, ProjectionReport, stacked_rank
 
+WHOLE = "*"
+"""The role of a target that is a whole parameter outside the attention weights; written, not measured."""
+
 MARK = "_conditioned_kernels"
 """Attribute on a parameter this package has initialized; its value is the scheme's name."""
 
@@ -188,7 +191,7 @@ def apply_scheme(
         targets, tied = _untie(targets)
         if prepare is not None:
             prepare(targets)
-        skipped, writes, touched = [*found.skipped, *tied], [], []
+        skipped, writes, touched, others = [*found.skipped, *tied], [], [], []
         for target in targets:
             drawn, blocks, estimates = Draw(None, ""), [], []
             for chunk in target.piece.chunks() if target.piece else (range(target.count),):
@@ -196,15 +199,19 @@ def apply_scheme(
                 if drawn.heads is None:
                     break
                 blocks.append((chunk, target.piece.select(heads, chunk) if target.piece else heads))
-                estimates.append(measure(target, heads, made=drawn.made, gain=drawn.gain, local=chunk))
+                if target.projection.role != WHOLE:
+                    estimates.append(measure(target, heads, made=drawn.made, gain=drawn.gain, local=chunk))
             if drawn.heads is None:
                 skipped.append((f"{target.name} ({target.projection.role})", drawn.made))
                 continue
             writes.append((target, blocks))
-            touched.append(_joined(estimates))
+            if estimates:
+                touched.append(_joined(estimates))
+            else:
+                others.append(target.name)
         write_all(writes, scheme)
     materialize.forget(model)  # what was called before it had values has been called again
-    return InitReport(scheme, seed, tuple(touched), tuple(skipped), found.unknown)
+    return InitReport(scheme, seed, tuple(touched), tuple(skipped), found.unknown, tuple(others))
 
 
 def _defer(
@@ -222,7 +229,7 @@ def _defer(
         (f"{target.name} ({target.stream_role})", "is on the meta device; materialize_ initializes it")
         for target in waiting
     )
-    return InitReport(scheme, seed, (), found.skipped, found.unknown, deferred)
+    return InitReport(scheme, seed, (), found.skipped, found.unknown, deferred=deferred)
 
 
 def _draw(target: Target, draw: Scheme) -> tuple[Draw, Tensor]:
@@ -369,12 +376,13 @@ def _check(target: Target, *, include_frozen: bool, overwrite: bool) -> None:
         _validate.writable(target.heads if target.piece is None else distributed.local_part(weight), name)
     except LayoutError as error:
         raise LayoutError(f"{name}: {error}") from error
-    if not target.parametrized and target.attribute not in target.owner._parameters:
+    if not target.parametrized and target.attribute not in {**target.owner._parameters, **target.owner._buffers}:
         raise ValueError(
             f"{name} is no parameter but recomputed in every forward, as the hooks of weight_norm do, so a value "
             "written into it would be lost; initialize before registering the hook"
         )
-    if not include_frozen and (is_adapted(name) or (not target.parametrized and not weight.requires_grad)):
+    frozen = isinstance(weight, nn.Parameter) and not weight.requires_grad
+    if not include_frozen and (is_adapted(name) or (not target.parametrized and frozen)):
         what = "the base of an adapter" if is_adapted(name) else "frozen (requires_grad=False)"
         raise ValueError(
             f"{name} is {what}; pass include_frozen=True to initialize it all the same, or leave its layer out with "
@@ -445,6 +453,11 @@ def _check_disjoint(group: list[tuple[Target, tuple]]) -> None:
 
 Blocks = list[tuple[range, Tensor]]
 """New values by chunk of heads: whole heads, or of a sharded weight what :meth:`Piece.select` kept of them."""
+
+
+def as_blocks(target: Target, heads: Tensor) -> Blocks:
+    """New values of all heads of a weight that is here as a whole."""
+    return [(range(target.count), heads)]
 
 
 def write_all(writes: list[tuple[Target, Blocks]], scheme: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,10 @@ from ..heads.layout import LATENT, ROLES, LayoutFunction
 from ..orthogonalize import grouped, identity_together_, semi_orthogonal, semi_orthogonal_together_
 from ..sampling import resolve_seed
 from .apply import Draw, Target, apply_scheme, named_errors
+from .calibrate import calibrate_gain, conditioned_then_calibrated
 from .init_report import InitReport
 
-Gain = float | Literal["unit", "preserve"]
+Gain = float | Literal["unit", "preserve", "calibrated"]
 MADE = {"semi_orthogonal": "semi-orthogonal"}
 VALUES = ("block", "repeat", "semi_orthogonal", "keep")
 
@@ -34,6 +35,7 @@ def conditioned_(
     include_frozen: bool = False,
     overwrite: bool = False,
     generator: torch.Generator | None = None,
+    calibration: Any = None,
 ) -> InitReport:
     """Give every attention head of ``model``, in place, W_Q and W_K semi-orthogonal and W_V a rectangular identity.
 
@@ -50,7 +52,8 @@ def conditioned_(
         to float32 rounding, nor on the order or number of layers. torch's global random state is not touched.
     gain : the singular value. "unit" is 1, as in the paper; "preserve" keeps each projection's Frobenius norm, so
         that only the spectrum changes; or a number. A mapping gives it per role: ``{"q": "unit", "v": 0.3}``, the
-        others "unit".
+        others "unit". "calibrated" makes the weights with gain 1 and then runs :func:`calibrate_gain` on
+        ``calibration``; alone it means W_Q and W_K calibrated and W_V "unit".
     value : W_V. "block": row i of the stacked weight is the unit vector e_(i mod in_features), so each head reads
         its own coordinates; "repeat": every head gets the same identity, as Algorithm 1 reads literally (stacked
         rank head_dim only); "semi_orthogonal": as W_Q; "keep": W_V stays as it is. A head with more rows than
@@ -63,6 +66,7 @@ def conditioned_(
     include_frozen : also write weights with ``requires_grad=False``.
     overwrite : also write weights that transformers loaded from a checkpoint.
     generator : if given, replaces ``seed`` by one 63-bit draw from it.
+    calibration : for gain="calibrated", a batch as the model's forward takes it: a tensor, a tuple or a dict.
 
     Returns
     -------
@@ -100,6 +104,19 @@ def conditioned_(
     gains = _gains(gain)
     _validate.choice(value, "value", VALUES)
     seed = resolve_seed(seed, generator)
+    if moving := "".join(role for role in "qkv" if gains[role] == "calibrated"):
+        if calibration is None:
+            raise ValueError("gain='calibrated' needs a batch of the model's inputs: pass calibration=")
+        fixed = {role: "unit" if role in moving else size for role, size in gains.items() if role != "kv"}
+        writable: dict[str, Any] = {"include_frozen": include_frozen, "overwrite": overwrite}
+        found: dict[str, Any] = {"where": where, "layouts": layouts}
+        return conditioned_then_calibrated(
+            model,
+            lambda: conditioned_(model, seed=seed, gain=fixed, value=value, strict=strict, **found, **writable),
+            lambda: calibrate_gain(model, calibration, roles=moving, **found, **writable),
+            strict=strict,
+            **found,
+        )
 
     sizes: dict[tuple[str, str], float] = {}
     made: dict[tuple[str, str], Tensor] = {}
@@ -186,12 +203,14 @@ def identity_heads(like: Tensor, gain: float = 1.0, *, block: bool = True, first
 
 
 def _gains(gain: Gain | Mapping[str, Gain]) -> dict[str, Gain]:
+    if gain == "calibrated":
+        gain = {"q": gain, "k": gain}
     given = dict(gain) if isinstance(gain, Mapping) else dict.fromkeys(("q", "k", "v"), gain)
     if unknown := set(given) - {"q", "k", "v"}:
         raise ValueError(f"gain may name the roles 'q', 'k' and 'v', got {sorted(map(str, unknown))}")
     for role, size in given.items():
         if isinstance(size, str):
-            _validate.choice(size, f"gain[{role!r}]", ("unit", "preserve"))
+            _validate.choice(size, f"gain[{role!r}]", ("unit", "preserve", "calibrated"))
         else:
             _validate.positive(size, f"gain[{role!r}]")
     return {role: given.get(role, "unit") for role in ROLES}

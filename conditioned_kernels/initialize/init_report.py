@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..condition import ConditionEstimate
+
+if TYPE_CHECKING:
+    from .calibrate import CalibrationReport
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,8 @@ class ProjectionReport:
     ----------
     layer : the attention module's name in the user's model.
     parameter : the weight's name in the user's model.
-    role : "q", "k", "v" or "kv"; ``part`` tells apart several of one role.
+    role : "q", "k", "v" or "kv"; "o" for W_O, whose in_features are its outputs, where a scheme writes it.
+    part : tells apart several projections of one role.
     heads, head_dim, in_features : how many, of (head_dim, in_features) each; K/V heads where they are grouped.
     dtype : of the stored weight.
     made : in words, what was written, e.g. "semi-orthogonal", "identity, block"; "" if only measured.
@@ -66,6 +71,8 @@ class InitReport:
     touched : one entry per projection written, in model order.
     skipped : (name, reason) of layers or projections of known classes that were left alone.
     unknown : (name, reason) of modules that look like attention but have no layout.
+    others : names of the parameters beside the attention weights that a scheme wrote.
+    calibration : the gains and kappa(J) per layer of gain="calibrated"; None elsewhere.
     deferred : (name, reason) of projections on the meta device, which ``materialize_`` will initialize; nothing else
         was done then.
     """
@@ -75,6 +82,8 @@ class InitReport:
     touched: tuple[ProjectionReport, ...]
     skipped: tuple[tuple[str, str], ...]
     unknown: tuple[tuple[str, str], ...]
+    others: tuple[str, ...] = ()
+    calibration: CalibrationReport | None = None
     deferred: tuple[tuple[str, str], ...] = ()
 
     def rows(self) -> list[dict[str, object]]:
@@ -98,6 +107,8 @@ class InitReport:
                 f"  {label}: {entries[0].made or 'measured'}, kappa {kappa.min():.6g} to {kappa.max():.6g}, "
                 f"sigma_max {sigma.min():.6g} to {sigma.max():.6g}"
             )
+        if self.others:
+            lines.append(f"  and other parameters: {len(self.others)}")
         if self.deferred:
             lines.append(
                 f"  deferred: {len(self.deferred)} projections on the meta device, until materialize_ is called"

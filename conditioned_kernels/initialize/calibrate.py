@@ -1,0 +1,346 @@
+"""Gains that minimize the exact condition number of the attention Jacobian on a batch of real data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _validate
+from ..heads.discover import AttentionLayer, Where
+from ..heads.layout import LayoutFunction
+from ..heads.mechanics import attention_heads
+from ..heads.wrappers import quiet_parametrizations
+from ..jacobian import AttentionHeads, jacobian_condition
+from .apply import Target, _check, _restorer, _untie, _write, as_blocks, locate, measure, resolve, write_all
+from .init_report import InitReport
+
+GRID = tuple(2.0 ** (power / 2) for power in range(-6, 9))
+"""Common factors of W_Q and W_K that are tried first: 1/8 to 16 in steps of sqrt(2)."""
+
+REACH = math.log(8.0)
+"""How far from its start, as a logarithm, a ratio of two gains or a gain of W_V may be moved."""
+
+CAP = 1e16
+"""What a singular Jacobian counts as, so that means stay finite."""
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCalibration:
+    """What was chosen for one layer.
+
+    Attributes
+    ----------
+    layer : its name in the user's model.
+    gains : factor by role, e.g. {"q": 1.9, "k": 2.1}.
+    before, after : exact kappa(J), (samples, heads), on the calibration tokens.
+    evaluations : how many candidate gains were tried.
+    """
+
+    layer: str
+    gains: dict[str, float]
+    before: Tensor
+    after: Tensor
+    evaluations: int
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What :func:`calibrate_gain` did.
+
+    Attributes
+    ----------
+    layers : in the order of the forward.
+    skipped : (name, reason) of layers left alone: left out by ``where``, not called, or tied to a calibrated one.
+    """
+
+    layers: tuple[LayerCalibration, ...]
+    skipped: tuple[tuple[str, str], ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dict per layer: its gains, and the geometric means of kappa(J) before and after."""
+        return [
+            {"layer": entry.layer}
+            | {f"gain_{role}": gain for role, gain in entry.gains.items()}
+            | {"kappa_before": geometric_mean(entry.before), "kappa_after": geometric_mean(entry.after)}
+            for entry in self.layers
+        ]
+
+    def __str__(self) -> str:
+        lines = [f"calibrated gains of {len(self.layers)} attention layers"]
+        for row, entry in zip(self.rows(), self.layers, strict=True):
+            gains = ", ".join(f"{role} {gain:.4g}" for role, gain in entry.gains.items())
+            lines.append(
+                f"  {entry.layer}: {gains}; kappa(J) {row['kappa_before']:.5g} -> {row['kappa_after']:.5g} "
+                f"(geometric mean of {entry.before.numel()})"
+            )
+        lines += [f"  skipped {name}: {reason}" for name, reason in self.skipped]
+        return "\n".join(lines)
+
+
+def geometric_mean(kappa: Tensor) -> float:
+    """exp of the mean logarithm, an infinite kappa counted as 1e16."""
+    return math.exp(_objective(kappa))
+
+
+def calibrate_gain(
+    model: nn.Module,
+    batch: Any,
+    *,
+    roles: str = "qk",
+    samples: int = 1,
+    tokens: int = 16,
+    heads: int | Sequence[int] | None = None,
+    rtol: float = 1e-2,
+    where: Where | None = None,
+    layouts: Mapping[type[nn.Module], LayoutFunction] | None = None,
+    include_frozen: bool = False,
+    overwrite: bool = False,
+) -> CalibrationReport:
+    """Multiply W_Q and W_K (and W_V) of every layer by the gains that minimize its exact kappa(J) on ``batch``.
+
+    One forward of ``model`` in evaluation mode. Each attention layer is calibrated when the forward reaches it, so a
+    later layer sees its input as the calibrated earlier layers make it. The weights are written together at the end;
+    if anything fails, the model stays bit-identical.
+
+    Parameters
+    ----------
+    model : weights as they are to be scaled, for instance just made by :func:`conditioned_`.
+    batch : what the model's forward takes: a tensor, a tuple of arguments, or a dict of keyword arguments.
+    roles : which gains may move: "qk", "qkv", or any of the three letters.
+    samples, tokens, heads : the part of the batch and the heads that kappa(J) is measured on, as in
+        :func:`conditioned_kernels.heads.attention_heads`.
+    rtol : relative accuracy of the gains.
+    where, layouts, include_frozen, overwrite : as in :func:`conditioned_`; weights loaded from a checkpoint are refused
+        unless ``overwrite``.
+
+    Returns
+    -------
+    CalibrationReport: gains, and kappa(J) of every head before and after.
+
+    Raises
+    ------
+    NoJacobian
+        for a layer whose attention the closed form does not cover; leave it out with ``where``.
+    Other errors as :func:`conditioned_`, and whatever the model's forward raises.
+
+    Notes
+    -----
+    *Objective.* The mean over samples and heads of log kappa(J), with 1e16 for infinity; one gain per projection, since
+    heads share a stored weight.
+    *Search.* W_Q and W_K act on the probabilities through the product of their gains alone, but J weighs them
+    separately: dA/dW_Q grows with W_K and dA/dW_K with W_Q. So the common factor is searched on a logarithmic grid from
+    1/8 to 16 in steps of sqrt(2), then by golden section between the best one's neighbours; then the ratio W_Q to W_K
+    within a factor 8 at a fixed product; then W_V within a factor 8; then the common factor once more. The objective
+    has several minima in general; the result is the best value that was tried, and never worse than the start.
+    *Cost.* one forward, and about 50 exact kappa(J) of samples * heads problems with tokens * head_dim rows per layer.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not roles or set(roles) - set("qkv") or len(set(roles)) < len(roles):
+        raise ValueError(f"roles must be letters of 'qkv', each once, got {roles!r}")
+    rtol = _validate.positive(rtol, "rtol")
+    args, kwargs = _arguments(batch)
+    with torch.inference_mode(False), torch.no_grad(), quiet_parametrizations(model):
+        found = locate(model, where=where, layouts=layouts, strict=False)
+        targets = resolve(found)
+        for target in targets:
+            _check(target, include_frozen=include_frozen, overwrite=overwrite)
+        targets, tied = _untie(targets)
+        by_layer: dict[str, list[Target]] = {}
+        for target in targets:
+            if target.projection.role in tuple(roles):
+                by_layer.setdefault(target.layer.name, []).append(target)
+        done: dict[str, LayerCalibration] = {}
+        undo: list[Callable[[], None]] = []
+
+        def calibrate(layer: AttentionLayer, args: tuple, kwargs: dict[str, Any]) -> None:
+            if layer.name in done:
+                return
+            problem = attention_heads(layer, args, kwargs, samples=samples, tokens=tokens, heads=heads)
+            gains, before, after, evaluations = best_gains(problem, roles, rtol)
+            for target in by_layer[layer.name]:
+                undo.append(_restorer(target))
+                _write(target, as_blocks(target, _scaled(target.heads, gains[target.projection.role])))
+            done[layer.name] = LayerCalibration(layer.name, gains, before, after, evaluations)
+
+        try:
+            with _evaluating(model), ExitStack() as stack:
+                for layer in found.layers:
+                    if layer.name in by_layer:
+                        stack.enter_context(_before(layer, calibrate))
+                model(*args, **kwargs)
+        finally:
+            for restore in reversed(undo):
+                restore()
+        if not done:
+            raise RuntimeError("the model's forward on this batch called no attention layer, so nothing was calibrated")
+        writes = [
+            (target, as_blocks(target, _scaled(target.heads, entry.gains[target.projection.role])))
+            for name, entry in done.items()
+            for target in by_layer[name]
+        ]
+        write_all(writes, "calibrated")
+    missed = [(name, "not called by the forward") for name in by_layer if name not in done]
+    return CalibrationReport(tuple(done.values()), (*found.skipped, *tied, *missed))
+
+
+def best_gains(problem: AttentionHeads, roles: str, rtol: float = 1e-2) -> tuple[dict[str, float], Tensor, Tensor, int]:
+    """The best factors by role for one problem, kappa(J) before and after, and the number of candidates tried."""
+    tried: dict[tuple[float, float, float], Tensor] = {}
+
+    def kappa(logs: dict[str, float]) -> Tensor:
+        key = (logs["q"], logs["k"], logs["v"])
+        if key not in tried:
+            scaled = (weight * math.exp(log) for weight, log in zip(problem.weights, key, strict=True))
+            tried[key] = jacobian_condition(problem.with_weights(*scaled), method="exact").kappa
+        return tried[key]
+
+    start = dict.fromkeys("qkv", 0.0)
+    before = kappa(start)
+    if not bool(torch.isfinite(_objective_terms(before)).all()):
+        raise ValueError("kappa(J) is not a number on this batch: a weight or an input of the layer is not finite")
+    axes = _axes(roles)
+    best = start
+    for axis, grid in (*axes, *axes[: len(axes) > 1]):
+        best = _line_search(lambda logs: _objective(kappa(logs)), best, axis, grid, rtol)
+    return {role: math.exp(best[role]) for role in roles}, before, kappa(best), len(tried)
+
+
+Axis = dict[str, float]
+"""A direction in the logarithms of the gains."""
+
+
+def _axes(roles: str) -> list[tuple[Axis, tuple[float, ...]]]:
+    """Directions with the offsets tried first: the common factor of Q and K, their ratio, V."""
+    near = tuple(REACH * step / 2 for step in range(-2, 3))
+    axes: list[tuple[Axis, tuple[float, ...]]] = []
+    logits = {role: 1.0 for role in "qk" if role in roles}
+    if logits:
+        axes.append((logits, tuple(math.log(factor) for factor in GRID)))
+    if len(logits) == 2:
+        axes.append(({"q": 1.0, "k": -1.0}, near))
+    if "v" in roles:
+        axes.append(({"v": 1.0}, near))
+    return axes
+
+
+def _line_search(
+    objective: Callable[[dict[str, float]], float],
+    start: dict[str, float],
+    axis: Axis,
+    grid: tuple[float, ...],
+    rtol: float,
+) -> dict[str, float]:
+    """The best point tried on ``start + offset * axis``: a grid, then golden section between the best's neighbours."""
+    values: dict[float, float] = {}
+
+    def at(offset: float) -> dict[str, float]:
+        return {role: log + offset * axis.get(role, 0.0) for role, log in start.items()}
+
+    def value(offset: float) -> float:
+        if offset not in values:
+            values[offset] = objective(at(offset))
+        return values[offset]
+
+    points = sorted({0.0, *grid})
+    index = min(range(len(points)), key=lambda i: value(points[i]))
+    low, high = points[max(0, index - 1)], points[min(len(points) - 1, index + 1)]
+    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    while high - low > rtol:
+        if value(left) <= value(right):
+            high, right = right, left
+            left = high - _GOLDEN * (high - low)
+        else:
+            low, left = left, right
+            right = low + _GOLDEN * (high - low)
+    return at(min(values, key=values.__getitem__))
+
+
+def _objective(kappa: Tensor) -> float:
+    return float(_objective_terms(kappa).mean())
+
+
+def _objective_terms(kappa: Tensor) -> Tensor:
+    return kappa.clamp_max(CAP).log()
+
+
+def _scaled(heads: Tensor, gain: float) -> Tensor:
+    return (heads.double() * gain).to(heads.dtype)
+
+
+def _arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    raise TypeError(
+        f"batch must be what the model's forward takes, as a tensor, a tuple or a dict, got {type(batch).__name__}"
+    )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and torch's random state put back afterwards."""
+    training = [module for module in model.modules() if module.training]
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    try:
+        model.eval()
+        with torch.random.fork_rng(list(devices)), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _before(layer: AttentionLayer, call: Callable[[AttentionLayer, tuple, dict[str, Any]], None]) -> Iterator[None]:
+    hook = layer.module.register_forward_pre_hook(lambda _, args, kwargs: call(layer, args, kwargs), with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def undone_on_error(targets: Sequence[Target]) -> Iterator[None]:
+    """Whatever is written to ``targets`` inside is taken back if an error leaves the block, marks included."""
+    restorers = [_restorer(target) for target in targets]
+    weights = [target.weight for target in targets]
+    attributes = [dict(weight.__dict__) for weight in weights]
+    try:
+        yield
+    except BaseException:
+        for restore in restorers:
+            restore()
+        for weight, before in zip(weights, attributes, strict=True):
+            weight.__dict__.clear()
+            weight.__dict__.update(before)
+        raise
+
+
+def conditioned_then_calibrated(
+    model: nn.Module, condition: Callable[[], InitReport], calibrate: Callable[[], CalibrationReport], **where: Any
+) -> InitReport:
+    """Both as one step: if either fails, the model is as it was. The report is measured after both."""
+    with torch.inference_mode(False), torch.no_grad(), quiet_parametrizations(model):
+        targets = {(target.name, target.projection.label): target for target in resolve(locate(model, **where))}
+        with undone_on_error(list(targets.values())):
+            made = condition()
+            calibration = calibrate()
+        gains = {entry.layer: entry.gains for entry in calibration.layers}
+        touched = []
+        for entry in made.touched:
+            target = targets[entry.parameter, entry.label]
+            factor = gains.get(entry.layer, {}).get(entry.role, 1.0)
+            touched.append(measure(target, target.heads, made=entry.made, gain=entry.gain * factor))
+    return replace(made, touched=tuple(touched), calibration=calibration)

@@ -1,0 +1,135 @@
+"""kappa of the attention Jacobian."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from .._status import Status, sentences
+from .ends import SMALL_ROWS, Ends, Size, bracket, exact
+from .heads import AttentionHeads
+from .linear import LinearHead, linearize
+
+METHODS = ("auto", "exact", "lanczos")
+
+EXACT_ROWS = 2048
+"""Most rows of J for which "auto" is exact."""
+
+DENSE_ROWS = 8192
+"""Most rows of J for which "exact" is allowed: J J^T alone is 512 MiB there."""
+
+
+@dataclass(frozen=True, eq=False)
+class JacobianEstimate:
+    """kappa(J) of each head, with intervals; float64 tensors of the batch shape on the problem's device.
+
+    Attributes
+    ----------
+    kappa : sigma_max / sigma_min over the min(tokens * value_dim, parameters) singular values; inf where J is
+        numerically rank deficient, NaN where a number of the head is not finite.
+    low, high : bracket of kappa.
+    effective : kappa over the singular values that are not numerically zero; kappa itself where J has full rank. NaN
+        where method "lanczos" finds J rank deficient.
+    sigma_max, sigma_min : best estimates, with brackets ``*_low`` and ``*_high``.
+    status : int8 :class:`~conditioned_kernels.Status` codes.
+    method : "exact" or "lanczos".
+    """
+
+    kappa: Tensor
+    low: Tensor
+    high: Tensor
+    effective: Tensor
+    sigma_max: Tensor
+    sigma_max_low: Tensor
+    sigma_max_high: Tensor
+    sigma_min: Tensor
+    sigma_min_low: Tensor
+    sigma_min_high: Tensor
+    status: Tensor
+    method: str
+
+    def failures(self) -> list[str]:
+        """One sentence per head whose status is not "converged"; reads the device."""
+        return sentences(self.status)
+
+
+_STACK = tuple(name for name in JacobianEstimate.__annotations__ if name not in ("status", "method"))
+
+
+def jacobian_condition(
+    heads: AttentionHeads, *, method: str = "auto", rtol: float | None = None, max_steps: int = 100
+) -> JacobianEstimate:
+    """kappa(J) of every head of a batch, J = [dA/dW_Q, dA/dW_K, dA/dW_V].
+
+    Parameters
+    ----------
+    heads : the problem, in any floating dtype; worked in float64.
+    method : "exact", "lanczos", or "auto": exact up to 2048 rows of J.
+    rtol : wanted ``high / low - 1``; 1e-3 for "exact" and 0.1 for "lanczos" unless given.
+    max_steps : of the Lanczos process.
+    """
+    _validate.choice(method, "method", METHODS)
+    if method == "auto":
+        method = "exact" if heads.rows <= EXACT_ROWS else "lanczos"
+    if method == "exact" and heads.rows > DENSE_ROWS:
+        raise ValueError(
+            f"method='exact' forms a matrix of tokens * value_dim rows, at most {DENSE_ROWS}, got {heads.rows}; use "
+            "method='lanczos', or fewer tokens"
+        )
+    rtol = _validate.positive((1e-3 if method == "exact" else 0.1) if rtol is None else rtol, "rtol")
+    size = Size(heads.rows, heads.cols, heads.w_v.shape[-2])
+    shape, device = heads.shape, heads.x.device
+    number = shape.numel()
+    with torch.inference_mode(False), torch.no_grad():
+        values = torch.full((number, len(_STACK)), torch.nan, dtype=torch.float64, device=device)
+        status = torch.full((number,), int(Status.NON_FINITE), dtype=torch.int8, device=device)
+        for index in torch.arange(number, device=device).split(_chunk(heads, method)):
+            head = linearize(heads.select(index))
+            finite = _finite(head)
+            if not bool(finite.all()):
+                # LAPACK raises for a whole batch on one NaN.
+                index = index[finite]
+                head = linearize(heads.select(index)) if len(index) else head
+            if len(index):
+                small = head.compressed()
+                ends = exact(small, size, rtol) if method == "exact" else bracket(small, size, rtol, max_steps)
+                values[index], status[index] = _values(ends), ends.status
+    named = dict(zip(_STACK, values.view(*shape, len(_STACK)).unbind(-1), strict=True))
+    return JacobianEstimate(**named, status=status.view(shape), method=method)
+
+
+def _chunk(heads: AttentionHeads, method: str) -> int:
+    """Heads worked on at once: many small ones, or as many as keep the bases of Lanczos below 32 MiB."""
+    rows = heads.tokens * min(heads.w_v.shape[-2], max(1, heads.keys - 1))
+    if method == "lanczos":
+        return max(1, (32 << 20) // (8 * rows * 200))
+    return max(1, (32 << 20) // (8 * rows * 3 * rows)) if rows <= SMALL_ROWS else 1
+
+
+def _finite(head: LinearHead) -> Tensor:
+    parts = (head.x, head.memory, head.values, head.q, head.k, head.v, head.p, head.t)
+    return torch.stack([part.isfinite().flatten(1).all(1) for part in parts]).all(0)
+
+
+def _values(ends: Ends) -> Tensor:
+    """The numbers of an estimate in the order of its fields."""
+    deficient = ends.status == int(Status.RANK_DEFICIENT)
+    high = torch.where(ends.bottom_low > 0, ends.top_high / ends.bottom_low, torch.inf)
+    return torch.stack(
+        (
+            torch.where(deficient, torch.inf, ends.top / ends.bottom).clamp_min(1.0),
+            (ends.top_low / ends.bottom_high).clamp_min(1.0),
+            high,
+            (ends.top / ends.smallest).clamp_min(1.0),
+            ends.top,
+            ends.top_low,
+            ends.top_high,
+            ends.bottom,
+            ends.bottom_low,
+            ends.bottom_high,
+        ),
+        -1,
+    )

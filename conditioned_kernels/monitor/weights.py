@@ -1,0 +1,262 @@
+"""Extreme singular values of every head's weights, per step, without a word between device and host.
+
+A projection's heads are read where they lie, as strided views. Heads of one shape, dtype and device make a group: one
+Gram matrix each, then one batched call for both ends of all spectra, started from the vectors of the step before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import _ops, _torch, _validate
+from .._backend import choose_backend
+from .._status import Status
+from ..heads.layout import LayoutError
+from ..heads.wrappers import quiet_parametrizations
+from ..initialize.apply import Target
+from .records import Record
+
+MAX_SHORT = 1024
+"""Heads with a larger smaller side are left out: an eigenvalue solve of that size is no work for every step."""
+
+COLUMNS = 7
+"""Of one head's raw figures: lambda_max, its low and high, lambda_min, its low and high, and the trace of W W^T."""
+
+
+class Unreadable(ValueError):
+    """A weight cannot be measured; the message is the reason."""
+
+
+def head_matrices(target: Target) -> Tensor:
+    """The projection's heads as they are now, (heads, short, long), a view of the weight wherever one exists.
+
+    Raises
+    ------
+    Unreadable
+        where the weight holds no values of its own: sharded, meta, quantized, or of another shape than its layout says.
+    """
+    state: AbstractContextManager = quiet_parametrizations(target.owner) if target.parametrized else nullcontext()
+    try:
+        with state:
+            weight = target.weight
+        if any(cls.__name__ == "DTensor" for cls in type(weight).__mro__):
+            raise Unreadable("it is a DTensor, and sharded weights are not measured yet")
+        _validate.floating(weight, target.name)
+        _validate.not_meta(weight, target.name)
+        heads = target.projection.view(weight.detach())
+    except (LayoutError, TypeError, ValueError, AttributeError) as error:
+        raise error if isinstance(error, Unreadable) else Unreadable(str(error)) from error
+    heads = heads.reshape(-1, *heads.shape[-2:])
+    return heads if heads.shape[-2] <= heads.shape[-1] else heads.mT
+
+
+@dataclass
+class Watched:
+    """One projection under watch.
+
+    Attributes
+    ----------
+    target : where its weight is.
+    heads : indices of the heads measured.
+    select : the same as a tensor on the weight's device; None for all.
+    kind : (heads stored, short, long), dtype and device of what :func:`head_matrices` gives.
+    wide : whether its Gram matrices are formed in float64.
+    """
+
+    target: Target
+    heads: tuple[int, ...]
+    select: Tensor | None
+    kind: tuple[torch.Size, torch.dtype, torch.device]
+    wide: bool
+
+    @property
+    def work(self) -> torch.dtype:
+        return torch.float64 if self.wide else _torch.work_dtype(self.kind[1])
+
+    def read(self) -> Tensor:
+        """(heads measured, short, long), in the dtype of the weight.
+
+        Raises
+        ------
+        Unreadable
+            where the weight has another shape, dtype or device than before.
+        """
+        matrices = head_matrices(self.target)
+        if (matrices.shape, matrices.dtype, matrices.device) != self.kind:
+            raise Unreadable(f"it was {self.kind}, and is {(matrices.shape, matrices.dtype, matrices.device)}")
+        return matrices if self.select is None else matrices.index_select(0, self.select)
+
+
+def watch(target: Target, heads: Sequence[int] | None) -> Watched:
+    """The heads of one projection, checked by reading them once. Raises :class:`Unreadable`."""
+    matrices = head_matrices(target)
+    number, short, _ = matrices.shape
+    if matrices.numel() == 0:
+        raise Unreadable("it has no elements")
+    if short > MAX_SHORT:
+        raise Unreadable(f"its smaller side is {short}, and above {MAX_SHORT} a head is no work for every step")
+    kept = tuple(range(number)) if heads is None else tuple(head for head in heads if head < number)
+    if not kept:
+        raise Unreadable(f"it has {number} heads, none of them in heads={tuple(heads or ())}")
+    select = torch.tensor(kept, device=matrices.device) if len(kept) < number else None
+    wide = matrices.dtype == torch.float64
+    return Watched(target, kept, select, (matrices.shape, matrices.dtype, matrices.device), wide)
+
+
+class Place(NamedTuple):
+    """One row of a group: a projection and a head in it."""
+
+    watched: Watched
+    head: int
+
+
+@dataclass
+class Group:
+    """Heads that one batched call serves: one shape, work dtype and device."""
+
+    members: list[Watched]
+    rtol: float
+    vectors: Tensor | None = field(default=None, repr=False)
+    terms: int = 0
+
+    @property
+    def places(self) -> list[Place]:
+        return [Place(watched, head) for watched in self.members for head in watched.heads]
+
+    @property
+    def device(self) -> torch.device:
+        return self.members[0].kind[2]
+
+    @property
+    def rows(self) -> int:
+        return sum(len(watched.heads) for watched in self.members)
+
+    def measure(self) -> Tensor:
+        """(COLUMNS, heads) in float64, on the device: eigenvalue brackets of the exact Gram matrices, and the trace.
+
+        NaN where the matrix is not finite, or its squares leave the range of the Gram matrix's dtype.
+        """
+        (_, short, _), _, device = self.members[0].kind
+        work = self.members[0].work
+        backend = choose_backend("auto", device, work, short)
+        grams = []
+        with _torch.full_precision():
+            for watched in self.members:
+                matrices = watched.read().to(backend.device)
+                small = _ops.small_matrix(backend.name, matrices)
+                gram, self.terms = small.gram_terms(
+                    matrices if small.halves and work != torch.float64 else matrices.to(work)
+                )
+                grams.append(gram)
+            gram = torch.cat(grams) if len(grams) > 1 else grams[0]
+            rounding = _torch.gram_rounding(gram, self.terms).double()
+            values, self.vectors = small.follow(gram, rounding, self.rtol, self.vectors)
+            trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).double()
+            usable = rounding.isfinite() & (rounding > _torch.smallest_rounding(gram.dtype))
+            return torch.cat((torch.where(usable, values, torch.nan), trace[None])).to(device)
+
+    def figures(self, raw: np.ndarray, step: int) -> list[Record]:
+        """Records of what :meth:`measure` gave, on the host."""
+        (_, short, _) = self.members[0].kind[0]
+        top, _, _, bottom, bottom_low, _, trace = raw
+        with np.errstate(all="ignore"):
+            sigma = np.sqrt(np.maximum(raw[:6], 0))  # NaN stays
+            sigma_max, sigma_max_low, sigma_max_high, sigma_min, sigma_min_low, sigma_min_high = sigma
+            # An eigenvalue below the rounding of the Gram matrix's own eigenvalues is noise.
+            resolved = bottom > short * torch.finfo(self.members[0].work).eps * top
+            kappa = np.where(resolved | np.isnan(top), np.maximum(sigma_max / sigma_min, 1), np.inf)
+            low = np.maximum(sigma_max_low / sigma_min_high, 1)
+            high = np.where(bottom_low <= 0, np.inf, sigma_max_high / sigma_min_low)
+            status = np.where(high <= (1 + self.rtol) * low, int(Status.CONVERGED), int(Status.TOLERANCE_NOT_MET))
+            status[np.isnan(top)] = int(Status.NON_FINITE)
+            zero = trace == 0
+            status[zero], kappa[zero], low[zero], high[zero] = int(Status.ZERO_MATRIX), np.inf, np.inf, np.inf
+            sigma_max[zero], sigma_min[zero] = 0, 0
+            stable_rank = np.where(zero, np.nan, trace / top)
+        columns = [column.tolist() for column in (kappa, low, high, sigma_max, sigma_min, stable_rank)]
+        columns.append([_NAMES[code] for code in status.tolist()])
+        return [
+            Record(step, place.watched.target.layer.name, place.watched.target.projection.label, place.head, 0, *row)
+            for place, row in zip(self.places, zip(*columns, strict=True), strict=True)
+        ]
+
+    def wants_wide(self, raw: np.ndarray) -> list[bool]:
+        """Per member: whether a float32 Gram matrix cannot bracket the kappa of one of its heads to ``rtol``.
+
+        The bracket of kappa is 1 + delta (1 / lambda_min + 1 / lambda_max) wide, with delta the rounding bound of the
+        float32 Gram matrix. Half of ``rtol`` is left for the proofs.
+        """
+        top, top_low, top_high, bottom, bottom_low, bottom_high, trace = raw
+        single = torch.finfo(torch.float32)
+        with np.errstate(all="ignore"):
+            delta = 1.01 * self.terms * single.eps / 2 * trace
+            fits = (bottom > 0) & (delta * (1 / bottom + 1 / top) <= self.rtol / 2)
+            fits &= top_high * bottom_high <= (1 + self.rtol) ** 2 * top_low * bottom_low
+            # The squares of the Gram matrix's elements have to stay in range, too.
+            fits &= (delta > _torch.smallest_rounding(torch.float32)) & (trace < single.max**0.5)
+        edges = np.cumsum([0, *(len(watched.heads) for watched in self.members)])
+        return [not fits[start:stop].all() for start, stop in pairwise(edges.tolist())]
+
+
+_NAMES = {int(status): status.name.lower() for status in Status}
+
+
+def groups(watched: Iterable[Watched], rtol: float) -> list[Group]:
+    """Projections grouped by shape, dtype, work dtype and device, within the workspace cap."""
+    found: dict[tuple, list[Watched]] = {}
+    for each in watched:
+        (_, short, long), dtype, device = each.kind
+        found.setdefault((short, long, dtype, each.work, device), []).append(each)
+    result = []
+    for (short, _, _, work, _), members in found.items():
+        most = max(1, _torch.CHUNK_BYTES // (short * short * work.itemsize))
+        part: list[Watched] = []
+        for each in members:
+            if part and sum(len(other.heads) for other in part) + len(each.heads) > most:
+                result.append(Group(part, rtol))
+                part = []
+            part.append(each)
+        result.append(Group(part, rtol))
+    return result
+
+
+def spectrum_records(watched: Watched, number: int, step: int) -> list[Record]:
+    """Every singular value of the first ``number`` heads measured, by the SVD in float64. Reads the device."""
+    matrices = watched.read()[:number].to("cpu", torch.float64)
+    finite = matrices.isfinite().all(-1).all(-1)
+    values = torch.linalg.svdvals(torch.where(finite[:, None, None], matrices, 0))
+    values[~finite] = math.nan
+    layer, label = watched.target.layer.name, watched.target.projection.label
+    records = []
+    for head, sigma in zip(watched.heads, values.tolist(), strict=False):
+        kappa = sigma[0] / sigma[-1] if sigma[-1] else math.inf
+        status = (
+            Status.NON_FINITE if math.isnan(sigma[0]) else Status.ZERO_MATRIX if sigma[0] == 0 else Status.CONVERGED
+        )
+        stable_rank = sum(each * each for each in sigma) / sigma[0] ** 2 if sigma[0] else math.nan
+        records.append(
+            Record(
+                step,
+                layer,
+                label,
+                head,
+                kappa=kappa,
+                low=kappa,
+                high=kappa,
+                sigma_max=sigma[0],
+                sigma_min=sigma[-1],
+                stable_rank=stable_rank,
+                status=_NAMES[int(status)],
+                spectrum=tuple(sigma),
+            )
+        )
+    return records
