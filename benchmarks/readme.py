@@ -1,7 +1,7 @@
 """Fill the generated parts of README.md: ``python -m benchmarks.readme`` (``--check`` only compares).
 
 A part stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` and is never written by hand: the support
-table comes from the family table, the benchmark tables from the committed result files. So do the pages beside those.
+table comes from the family table, the rest from the committed result files. So do the pages beside those.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from conditioned_kernels.bench.tables import markdown as table_markdown
 from conditioned_kernels.heads.support import support_table
 
 from . import soak
+from .experiments.report import readme_text
 from .published import PUBLISHED, Published
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,6 +76,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "performance": performance,
     "published": published,
     "soak": soaked,
+    "experiments": readme_text,
 }
 
 

@@ -184,6 +184,22 @@ def probe(
 
 
 @app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A monitor's .jsonl, .csv or .parquet file, or a folder of them.")],
+    out_path: Annotated[Path | None, typer.Option("--out", help="The page to write; RUN.html unless given.")] = None,
+    force: Force = False,
+) -> None:
+    """What a ConditioningMonitor saw during training, as one self-contained page."""
+    from .integrations.files import read_records
+    from .monitor.run_report import run_html
+
+    page = out_path or run.resolve().with_suffix(".html")
+    _check_output("--out", page, force)
+    run_html(page, run.resolve().stem, read_records(run))
+    _written(page)
+
+
+@app.command()
 def layouts(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
 ) -> None:

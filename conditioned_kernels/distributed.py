@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -83,17 +84,17 @@ class Piece:
     Attributes
     ----------
     shape : (*heads, head_dim, in_features) of the whole projection.
-    rows : int64 (heads * head_dim,): where each row of the stacked heads begins in the rank's flat memory; -1 if it is
+    rows : (heads * head_dim,): where each row of the stacked heads begins in the rank's flat memory; -1 if it is
         not held.
-    cols : int64 (in_features,): how far each column is from there; -1 if it is not held.
-    owners : int64 (heads * head_dim,): a number per part of the rows that ranks hold as one.
+    cols : (in_features,): how far each column is from there; -1 if it is not held.
+    owners : (heads * head_dim,): a number per part of the rows that ranks hold as one.
     column_dims : dimensions of the weight along which the columns run.
     """
 
     shape: tuple[int, ...]
-    rows: Tensor
-    cols: Tensor
-    owners: Tensor
+    rows: np.ndarray
+    cols: np.ndarray
+    owners: np.ndarray
     column_dims: tuple[int, ...] = ()
 
     @property
@@ -101,22 +102,25 @@ class Piece:
         """Heads of the whole projection."""
         return math.prod(self.shape[:-2])
 
-    def held(self) -> Tensor:
+    @property
+    def held(self) -> np.ndarray:
         """(heads, head_dim) bool: the rows that are here; none where no column is."""
-        return self.rows.view(self.count, -1).ge(0) & self.cols.ge(0).any()
+        return (self.rows.reshape(self.count, -1) >= 0) & bool((self.cols >= 0).any())
 
-    def touched(self) -> tuple[int, ...]:
-        """Heads of which a part is here."""
-        return tuple(self.held().any(-1).nonzero().flatten().tolist())
+    @property
+    def columns(self) -> int:
+        """How many columns are here."""
+        return int((self.cols >= 0).sum())
 
-    def split(self) -> Tensor:
+    @property
+    def split(self) -> list[int]:
         """Heads whose rows lie in several parts; the same on every rank."""
-        owners = self.owners.view(self.count, -1)
-        return (owners != owners[:, :1]).any(-1).nonzero().flatten()
+        owners = self.owners.reshape(self.count, -1)
+        return np.flatnonzero((owners != owners[:, :1]).any(-1)).tolist()
 
     def chunks(self) -> Iterator[range]:
-        """Runs of neighboring touched heads, none larger than the workspace; one empty run if nothing is here."""
-        touched = self.touched()
+        """Runs of neighboring heads of which a part is here, as large as the workspace; range(0) if there is none."""
+        touched = np.flatnonzero(self.held.any(-1)).tolist()
         most = max(1, CHUNK_BYTES // (4 * math.prod(self.shape[-2:])))
         start = 0
         for at in range(1, len(touched) + 1):
@@ -128,8 +132,9 @@ class Piece:
 
     def select(self, heads: Tensor, chunk: range) -> Tensor:
         """The held (rows, columns) of ``heads`` (len(chunk), head_dim, in_features)."""
-        held = self.held()[chunk.start : chunk.stop].flatten().to(heads.device)
-        return heads.reshape(-1, self.shape[-1])[held][:, self.cols.ge(0).to(heads.device)]
+        rows = _mask(self.held[chunk.start : chunk.stop].reshape(-1), heads.device)
+        block = heads.reshape(-1, self.shape[-1])[rows]
+        return block if self.columns == self.shape[-1] else block[:, _mask(self.cols >= 0, heads.device)]
 
     def write(self, local: Tensor, block: Tensor, chunk: range) -> None:
         """Put what :meth:`select` kept into the rank's memory."""
@@ -138,8 +143,7 @@ class Piece:
 
     def read(self, local: Tensor, chunk: range) -> Tensor:
         """The held (rows, columns) of the heads ``chunk`` in the rank's memory."""
-        rows = int(self.held()[chunk.start : chunk.stop].sum())
-        out = local.new_empty(rows, int(self.cols.ge(0).sum()))
+        out = local.new_empty(int(self.held[chunk.start : chunk.stop].sum()), self.columns)
         for here, part in self._lines(local, chunk):
             out[part].copy_(here)
         return out
@@ -156,17 +160,21 @@ class Piece:
                 yield place, (slice(row_at, row_at + row_number), slice(col_at, col_at + col_number))
 
 
-def _runs(positions: Tensor) -> Iterator[tuple[int, int, int, int]]:
-    """(first, number, step, index of the first) of runs with one step, the commonest; overlaps with none."""
+def _runs(positions: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
+    """(first, number, step, index of the first) of the runs that have the commonest step."""
     if not len(positions):
         return
-    steps = positions.diff()
-    step = int(steps.mode().values) if len(steps) else 1
-    ends = [*((steps != step).nonzero().flatten() + 1).tolist(), len(positions)]
+    steps = np.diff(positions)
+    kinds, numbers = np.unique(steps, return_counts=True)
+    step = int(kinds[numbers.argmax()]) if len(steps) else 1
     start = 0
-    for end in ends:
+    for end in [*(np.flatnonzero(steps != step) + 1).tolist(), len(positions)]:
         yield int(positions[start]), end - start, step, start
         start = end
+
+
+def _mask(chosen: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(chosen)).to(device)
 
 
 def piece_of(view: Callable[[Tensor], Tensor], weight: Any, name: str) -> Piece:
@@ -187,27 +195,26 @@ def piece_of(view: Callable[[Tensor], Tensor], weight: Any, name: str) -> Piece:
             "distribute_tensor, fully_shard or parallelize_module"
         )
     heads = view(torch.empty(weight.shape, device="meta"))
-    *row_axes, columns = (
-        torch.arange(size, device="cpu") * stride for size, stride in zip(heads.shape, heads.stride(), strict=True)
-    )
-    rows = torch.zeros(1, dtype=torch.int64, device="cpu")
+    *row_axes, columns = (np.arange(size) * stride for size, stride in zip(heads.shape, heads.stride(), strict=True))
+    rows = np.zeros(1, dtype=np.int64)
     for axis in row_axes:
-        rows = (rows[:, None] + axis).flatten()
-    origin = _unravel(torch.tensor([int(heads.storage_offset())], device="cpu"), weight.shape)
-    along_rows, along_columns = _unravel(rows, weight.shape), _unravel(columns, weight.shape)
-    here = {"rows": torch.zeros_like(rows), "columns": torch.zeros_like(columns)}
-    owners, column_dims = torch.zeros_like(rows), list[int]()
-    for dim, size in enumerate(weight.shape):
-        moves = "columns" if along_columns[dim].any() else "rows"
-        at = origin[dim] + {"rows": along_rows, "columns": along_columns}[moves][dim]
-        if (moves == "columns" and along_rows[dim].any()) or int(at.max()) >= size:
+        rows = (rows[:, None] + axis).reshape(-1)
+    shape = tuple(weight.shape)
+    origin = np.unravel_index(int(heads.storage_offset()), shape)
+    along = {"rows": np.unravel_index(rows, shape), "columns": np.unravel_index(columns, shape)}
+    here = {"rows": np.zeros_like(rows), "columns": np.zeros_like(columns)}
+    owners, column_dims = np.zeros_like(rows), []
+    for dim, size in enumerate(shape):
+        moves = "columns" if along["columns"][dim].any() else "rows"
+        at = origin[dim] + along[moves][dim]
+        if (moves == "columns" and along["rows"][dim].any()) or at.max() >= size:
             raise ValueError(
                 f"{name}: rows and columns of a head both run along dimension {dim} of the weight, so its shards "
                 "cannot be written apart; initialize before sharding"
             )
-        place = torch.full((size,), -1, dtype=torch.int64, device="cpu")
-        place[index[dim]] = torch.arange(len(index[dim]), device="cpu") * math.prod(local.shape[dim + 1 :])
-        here[moves] = torch.where((here[moves] < 0) | (place[at] < 0), -1, here[moves] + place[at])
+        place = np.full(size, -1)
+        place[index[dim]] = np.arange(len(index[dim])) * math.prod(local.shape[dim + 1 :])
+        here[moves] = np.where((here[moves] < 0) | (place[at] < 0), -1, here[moves] + place[at])
         if moves == "rows":
             owners = owners * (int(parts[dim].max()) + 1) + parts[dim][at]
         else:
@@ -215,20 +222,11 @@ def piece_of(view: Callable[[Tensor], Tensor], weight: Any, name: str) -> Piece:
     return Piece(tuple(heads.shape), here["rows"], here["columns"], owners, tuple(column_dims))
 
 
-def _unravel(offsets: Tensor, shape: Sequence[int]) -> list[Tensor]:
-    """Index along each dimension of a contiguous tensor's elements."""
-    index = []
-    for size in reversed(shape):
-        index.append(offsets % size)
-        offsets = offsets.div(size, rounding_mode="floor")
-    return index[::-1]
-
-
-def _held(weight: Any, name: str) -> tuple[list[Tensor], list[Tensor]]:
+def _held(weight: Any, name: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Per dimension: the whole weight's indices that this rank holds, and for every index the number of its part."""
     mesh, where = weight.device_mesh, weight.device_mesh.get_coordinate()
-    index = [torch.arange(size if where is not None else 0, device="cpu") for size in weight.shape]
-    parts = [[torch.arange(size, device="cpu")] for size in weight.shape]
+    index = [np.arange(size if where is not None else 0) for size in weight.shape]
+    parts = [[np.arange(size)] for size in weight.shape]
     for axis, placement in enumerate(weight.placements):
         kind, ranks = type(placement).__name__, mesh.size(axis)
         if kind == "Replicate":
@@ -242,20 +240,20 @@ def _held(weight: Any, name: str) -> tuple[list[Tensor], list[Tensor]]:
         if where is not None:
             index[dim] = _split(index[dim], ranks, lanes)[where[axis]]
         parts[dim] = [piece for part in parts[dim] for piece in _split(part, ranks, lanes)]
-    numbered = [torch.zeros(size, dtype=torch.int64, device="cpu") for size in weight.shape]
+    numbered = [np.zeros(size, dtype=np.int64) for size in weight.shape]
     for numbers, several in zip(numbered, parts, strict=True):
         for number, part in enumerate(several):
             numbers[part] = number
     return index, numbered
 
 
-def _split(index: Tensor, number: int, lanes: int) -> list[Tensor]:
+def _split(index: np.ndarray, number: int, lanes: int) -> list[np.ndarray]:
     """torch.chunk into exactly ``number`` parts; in each of ``lanes`` chunks apart, as a strided shard is made."""
     pieces = [_chunks(lane, number) for lane in _chunks(index, lanes)]
-    return [torch.cat(lane) for lane in zip(*pieces, strict=True)]
+    return [np.concatenate(lane) for lane in zip(*pieces, strict=True)]
 
 
-def _chunks(index: Tensor, number: int) -> list[Tensor]:
+def _chunks(index: np.ndarray, number: int) -> list[np.ndarray]:
     step = -(-len(index) // number) if len(index) else 1
     return [index[start * step : (start + 1) * step] for start in range(number)]
 
@@ -364,29 +362,30 @@ def _own_grams(piece: Piece, weight: Any) -> Tensor:
     """This rank's summand of :func:`grams`: its columns of the heads that are its to count."""
     local, rows = local_part(weight), piece.shape[-2]
     out = torch.zeros(piece.count, rows, rows, dtype=torch.float64, device=weight.device_mesh.device_type)
-    split = piece.split()
-    if len(split):
+    whole = np.ones(piece.count, dtype=bool)
+    if split := piece.split:
+        whole[split] = False
         completed = _complete(piece, weight, split)
         if _first(weight, _axes(piece, weight, "replicas", "rows")):
-            out[split.to(out.device)] = _torch.gram_blocked(completed)[0]
+            out[split] = _torch.gram_blocked(completed)[0]
     if _first(weight, _axes(piece, weight, "replicas")):
-        whole = torch.ones(piece.count, dtype=torch.bool, device="cpu").index_fill_(0, split, False)
         for chunk in piece.chunks():
-            mine = torch.tensor(chunk, dtype=torch.int64, device="cpu")[whole[chunk.start : chunk.stop]]
+            mine = [head for head in chunk if whole[head]]
             # Of what is read, the rows of whole heads.
-            kept = whole[chunk.start : chunk.stop, None].expand(-1, rows)[piece.held()[chunk.start : chunk.stop]]
-            block = piece.read(local, chunk)[kept.to(local.device)].to(out.device).double()
-            heads = block.view(len(mine), rows, block.shape[-1])
-            out[mine.to(out.device)] = _torch.gram_blocked(heads)[0]
+            held = piece.held[chunk.start : chunk.stop]
+            kept = np.broadcast_to(whole[chunk.start : chunk.stop, None], held.shape)[held]
+            block = piece.read(local, chunk)[_mask(kept, local.device)].to(out.device).double()
+            if block.numel():
+                out[mine] = _torch.gram_blocked(block.view(len(mine), rows, piece.columns))[0]
     return out
 
 
-def _complete(piece: Piece, weight: Any, heads: Tensor) -> Tensor:
+def _complete(piece: Piece, weight: Any, heads: list[int]) -> Tensor:
     """The given heads with all their rows, in this rank's columns, in float64; ranks add their bytes to zeros."""
-    local, rows, columns = local_part(weight), piece.shape[-2], int(piece.cols.ge(0).sum())
-    buffer = torch.zeros(len(heads), rows, columns, dtype=local.dtype, device=weight.device_mesh.device_type)
-    for number, head in enumerate(heads.tolist()):
-        held = piece.held()[head].to(buffer.device)
+    local, shape = local_part(weight), (len(heads), piece.shape[-2], piece.columns)
+    buffer = torch.zeros(shape, dtype=local.dtype, device=weight.device_mesh.device_type)
+    for number, head in enumerate(heads):
+        held = _mask(piece.held[head], buffer.device)
         buffer[number][held] = piece.read(local, range(head, head + 1)).to(buffer.device)
     if buffer.numel():
         # Bytes, so that nothing is rounded and a NaN stays one. Ranks along these dimensions have the same columns.

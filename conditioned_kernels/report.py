@@ -130,7 +130,7 @@ def kappa_figure(panels: Mapping[str, Sequence[ProjectionReport]]) -> Any:
             image = axis.imshow(
                 grids[name, label], vmin=0, vmax=top, cmap="viridis", aspect="auto", interpolation="nearest"
             )
-            axis.set_title(f"{name}: {_role_name(label)}" if name else _role_name(label), fontsize=9)
+            axis.set_title(f"{name}: {role_name(label)}" if name else role_name(label), fontsize=9)
             axis.set_xlabel("head", fontsize=8)
             if column == 0:
                 axis.set_ylabel("attention layer", fontsize=8)
@@ -261,7 +261,7 @@ def _grid(entries: Sequence[ProjectionReport], layers: Sequence[str]) -> list[li
     return grid
 
 
-def _role_name(label: str) -> str:
+def role_name(label: str) -> str:
     role, _, part = label.partition(".")
     return f"{ROLE_NAMES.get(role, role)} {part}".strip()
 

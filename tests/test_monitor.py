@@ -1,4 +1,4 @@
-"""The weights' figures of ConditioningMonitor against the SVD in float64, and what it promises about time and memory."""
+"""The weights' figures of ConditioningMonitor against the SVD in float64, and its promises about time and memory."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_f01_any_scale(scale: float, each_backend: str) -> None:
 
 
 def test_f03_f04_flat_spectra_and_jumps(each_backend: str) -> None:
-    """F03, F04: warm vectors that are orthogonal to the answer, and spectra without gaps, cost steps and no accuracy."""
+    """F03, F04: warm vectors orthogonal to the answer, and spectra without gaps, cost steps and no accuracy."""
     model = stack(1)
     ck.conditioned_(model, layouts=LAYOUTS)
     monitor = watch(model)
@@ -548,4 +548,3 @@ def test_closed_monitors_and_wrong_arguments() -> None:
         ConditioningMonitor([1])  # type: ignore[arg-type]
     with pytest.raises(ck.NoAttentionFound, match=r"heads=\(9,\)"):
         watch(model, heads=(9,))
-

@@ -457,12 +457,12 @@ def test_a_failure_at_the_last_weight_undoes_the_first(monkeypatch: pytest.Monke
     model = two()
     write, calls = apply._write, []
 
-    def failing(target: apply.Target, heads: Tensor) -> None:
+    def failing(target: apply.Target, blocks: apply.Blocks) -> None:
         calls.append(target.name)
         if len(calls) == 6:
-            target.heads[0].copy_(heads[0])
+            target.heads[0].copy_(blocks[0][1][0])
             raise KeyboardInterrupt
-        write(target, heads)
+        write(target, blocks)
 
     monkeypatch.setattr(apply, "_write", failing)
     with unchanged(model), pytest.raises(KeyboardInterrupt):

@@ -6,6 +6,11 @@ from .init_report import InitReport, ProjectionReport
 from .initialize import SCHEMES, initialize_
 from .mimetic import mimetic_
 from .random import random_
+from .spectral_conditioning import (
+    export_spectral_conditioning,
+    remove_spectral_conditioning,
+    spectral_conditioning,
+)
 from .warmup import warmup
 from .weight_selection import weight_selection_
 
@@ -17,9 +22,12 @@ __all__ = [
     "ProjectionReport",
     "calibrate_gain",
     "conditioned_",
+    "export_spectral_conditioning",
     "initialize_",
     "mimetic_",
     "random_",
+    "remove_spectral_conditioning",
+    "spectral_conditioning",
     "warmup",
     "weight_selection_",
 ]

@@ -79,6 +79,12 @@ class Target:
             return own(weight)
         return distributed.piece_of(self.projection.view, weight, self.name) if distributed.is_sharded(weight) else None
 
+    def part(self, chunk: range) -> Target:
+        """The same target, of which a scheme shall draw the heads ``chunk``."""
+        part = replace(self, chunk=chunk)
+        part.__dict__["piece"] = self.piece
+        return part
+
     @property
     def shape(self) -> tuple[int, ...]:
         """(*heads, head_dim, in_features) of the whole projection, sharded or not."""
@@ -170,7 +176,7 @@ def apply_scheme(
         for target in targets:
             drawn, blocks, estimates = Draw(None, ""), [], []
             for chunk in target.piece.chunks() if target.piece else (range(target.count),):
-                drawn, heads = _draw(replace(target, chunk=chunk), draw)
+                drawn, heads = _draw(target.part(chunk), draw)
                 if drawn.heads is None:
                     break
                 blocks.append((chunk, target.piece.select(heads, chunk) if target.piece else heads))

@@ -22,8 +22,8 @@ class ProjectionReport:
     ----------
     layer : the attention module's name in the user's model.
     parameter : the weight's name in the user's model.
-    role : "q", "k", "v" or "kv"; "o" for W_O, whose in_features are its outputs, and "p" for a position table, where a
-        scheme writes them; ``part`` tells apart several of one role.
+    role : "q", "k", "v" or "kv"; "o" for W_O, whose in_features are its outputs, where a scheme writes it.
+    part : tells apart several projections of one role.
     heads, head_dim, in_features : how many, of (head_dim, in_features) each; K/V heads where they are grouped.
     dtype : of the stored weight.
     made : in words, what was written, e.g. "semi-orthogonal", "identity, block"; "" if only measured.
@@ -105,7 +105,7 @@ class InitReport:
                 f"sigma_max {sigma.min():.6g} to {sigma.max():.6g}"
             )
         if self.others:
-            lines.append(f"  and {len(self.others)} other parameters")
+            lines.append(f"  and other parameters: {len(self.others)}")
         lines += [f"  skipped {name}: {reason}" for name, reason in self.skipped]
         lines += [f"  unknown {name}: {reason}" for name, reason in self.unknown]
         return "\n".join(lines)

@@ -16,6 +16,7 @@ from .conditioned import conditioned_
 from .init_report import InitReport
 from .mimetic import mimetic_
 from .random import KINDS, random_
+from .spectral_conditioning import spectral_conditioning
 from .weight_selection import weight_selection_
 
 
@@ -51,6 +52,7 @@ SCHEMES: dict[str, Callable[..., InitReport]] = {
     "conditioned": conditioned_,
     "mimetic": mimetic_,
     "weight_selection": weight_selection_,
+    "spectral_conditioning": spectral_conditioning,
     "random": random_,
     **{kind: partial(random_, kind=kind) for kind in KINDS},
 }
@@ -63,11 +65,11 @@ def initialize_(model: nn.Module, scheme: str = "conditioned", **options: Any) -
     Parameters
     ----------
     model : as for :func:`conditioned_`.
-    scheme : "conditioned", "mimetic", "weight_selection", "random" or directly one of its kinds ("trunc_normal",
-        "xavier", "kaiming", "orthogonal"), or "default", which leaves the weights as they are.
+    scheme : "conditioned", "mimetic", "weight_selection", "spectral_conditioning", "random" or directly one of its
+        kinds ("trunc_normal", "xavier", "kaiming", "orthogonal"), or "default", which leaves the weights as they are.
     options : keyword arguments of the scheme's function, e.g. ``gain`` and ``value`` of "conditioned", ``qk`` and
-        ``vo`` of "mimetic", and of all of them ``seed``, ``where``, ``layouts``, ``strict``, ``include_frozen``,
-        ``overwrite``.
+        ``vo`` of "mimetic", ``teacher`` of "weight_selection", and of nearly all ``seed``, ``where``, ``layouts``,
+        ``strict``, ``include_frozen``, ``overwrite``.
 
     Returns
     -------

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ..heads.discover import AttentionLayer, Discovery, Where
 from ..heads.layout import OUTPUT, POSITION, LayoutFunction
 from ..sampling import philox_normal, resolve_seed, stream_key
-from .apply import Draw, Target, apply_scheme, named_errors, resolve
+from .apply import WHOLE, Draw, Target, apply_scheme, named_errors, resolve
 from .init_report import InitReport
-from .positions import TABLE, position_targets, sinusoids
+from .positions import position_targets, sinusoids
 
 EXACT = 1024
 """Widest matrix whose Gram matrix is decomposed whole (0.1 s at 768 on one core); wider ones by block Krylov."""
@@ -65,8 +65,8 @@ def mimetic_(
 
     Returns
     -------
-    InitReport; W_O is an entry with role "o" (its heads are (head_dim, out_features)), a position table one with
-    role "p".
+    InitReport; W_O has entries with role "o", whose heads are (head_dim, out_features); position tables are in
+    ``others``.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def mimetic_(
             layers.setdefault(id(target.layer), {})[target.stream_role] = target
 
     def draw(target: Target) -> Draw:
-        if target.projection.role == TABLE:
+        if target.projection.role == WHOLE:
             return Draw(sinusoids(target.heads), "sinusoidal")
         if target.projection.part == POSITION:
             return Draw(None, "projection of relative positions, whose product has no identity to resemble")

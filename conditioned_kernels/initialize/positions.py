@@ -10,10 +10,7 @@ from torch import Tensor, nn
 from ..heads.discover import AttentionLayer, named_modules
 from ..heads.layout import Projection
 from ..heads.wrappers import unwrap
-from .apply import Target
-
-TABLE = "p"
-"""The role of a position table in a report."""
+from .apply import WHOLE, Target
 
 TABLES = {
     "pos_embed": "timm's vision transformers",
@@ -55,8 +52,8 @@ def position_targets(model: nn.Module, positions: str) -> list[Target]:
                     f"got shape {tuple(parameter.shape)}"
                 )
             # Under the model's own class, by which transformers' weights are marked.
-            layer = AttentionLayer(name, unwrap(model), "position table", ())
-            found.append(Target(layer, Projection(TABLE, path, TableView()), module, attribute, path))
+            layer = AttentionLayer("", unwrap(model), "", ())
+            found.append(Target(layer, Projection(WHOLE, path, TableView()), module, attribute, path))
     if not found:
         missing = (
             "no learned table of absolute positions under a known name"

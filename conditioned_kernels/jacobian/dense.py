@@ -48,6 +48,18 @@ def gram(head: LinearHead) -> Tensor:
     return out
 
 
+def value_blocks(head: LinearHead) -> Tensor:
+    """The diagonal blocks of J J^T, one per coordinate of value space: (b, value_dim, tokens, tokens).
+
+    For a preconditioner: norms and rotations of keys are taken as the identity.
+    """
+    g = _logit_factor(head)
+    c, gm, context = _query_factor(head, g), g @ head.memory[:, None], head.context()
+    by_q = (c @ c.mT) * (head.x @ head.x.mT)[:, None]
+    by_k = (gm @ gm.mT) * (head.q @ head.q.mT)[:, None]
+    return by_q + by_k + (context @ context.mT)[:, None]
+
+
 def _logit_factor(head: LinearHead) -> Tensor:
     """t_nm (v_ma - A_na) as (b, value_dim, tokens, keys): what logit (n, m) does to output (a, n)."""
     return head.t[:, None] * (head.v.mT[:, :, None, :] - head.output.mT[..., None])

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .._status import Status
-from .dense import gram, matrix
-from .krylov import largest, shortfall, steps_for
+from .dense import gram, matrix, value_blocks
+from .krylov import gaussian, largest, shortfall, smallest, steps_for
 from .linear import LinearHead
 
 SMALL_ROWS = 128
@@ -35,6 +35,11 @@ class Size:
     def count(self) -> int:
         """How many singular values it has."""
         return min(self.rows, self.cols)
+
+    @property
+    def noise(self) -> float:
+        """What times sigma_max a computed singular value is noise at or below."""
+        return max(self.rows, self.cols) * _EPS
 
 
 @dataclass(eq=False)
@@ -86,7 +91,7 @@ def _by_svd(head: LinearHead, size: Size) -> Ends:
         context = torch.nn.functional.pad(context, (0, head.output.shape[-2] - context.shape[-1]))
         values = torch.cat((values, context.repeat(1, spare)), -1).sort(-1, descending=True).values
     values = values[:, : size.count]
-    delta = max(size.rows, size.cols) * _EPS * values[:, :1]
+    delta = size.noise * values[:, :1]
     kept = values > delta
     smallest = torch.where(kept, values, torch.inf).amin(-1)
     top, bottom, delta = values[:, 0], values[:, -1], delta[:, 0]
@@ -110,7 +115,7 @@ def _by_gram(head: LinearHead, size: Size, rtol: float) -> Ends:
         bottom, low, high = _context_end(head)
     else:
         bottom, low, high = _lowest(head, product, delta, margin)
-    return _ends(top.value, top.value * (1 - n * _EPS), top_high, bottom.square(), low.square(), high.square())
+    return _ends(size, top.value, top.value * (1 - n * _EPS), top_high, bottom, low, high)
 
 
 def _lowest(head: LinearHead, product: Tensor, delta: Tensor, margin: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,22 +152,37 @@ def bracket(head: LinearHead, size: Size, rtol: float, max_steps: int) -> Ends:
         top.complete, top.value * (1 + rows * _EPS), top.value / (1 - lost) if lost < 1 else torch.inf
     )
     if size.values == head.v.shape[-1]:
-        value = _bottom_ritz(head, ceiling, max_steps)
+        value = _bottom_quotient(head, max_steps)
         bottom = high = value.sqrt()
         low = torch.minimum(low, high)
     if size.rows > size.cols:
         low = torch.zeros_like(low)
-    return _ends(top.value, top.value, ceiling, bottom.square(), low.square(), high.square()).judged(rtol)
+    return _ends(size, top.value, top.value, ceiling, bottom, low, high).judged(rtol)
 
 
-def _bottom_ritz(head: LinearHead, ceiling: Tensor, max_steps: int) -> Tensor:
-    """An upper bound of lambda_min: the smallest Ritz value of J J^T, as the largest of ceiling I - J J^T."""
-    rows = head.output.shape[-2] * head.output.shape[-1]
-    bound = ceiling.nan_to_num(posinf=0.0)[:, None]
-    ritz = largest(
-        lambda u: bound * u - head.gram_product(u), len(bound), rows, bound.device, steps=max_steps, tolerance=1e-10
+def _bottom_quotient(head: LinearHead, max_steps: int) -> Tensor:
+    """An upper bound of lambda_min, usually sharp: Davidson, preconditioned by the blocks of value coordinates."""
+    head = head.rotated()
+    b, tokens, size = head.output.shape
+    factor = _block_factors(head)
+
+    def precondition(u: Tensor) -> Tensor:
+        return torch.cholesky_solve(u.view(b, size, tokens, 1), factor).view(b, -1)
+
+    start = precondition(gaussian(size * tokens, head.x.device).expand(b, -1))
+    vector = smallest(head.gram_product, precondition, start, steps=max_steps, tolerance=1e-4)
+    return _quotient(head, vector)
+
+
+def _block_factors(head: LinearHead) -> Tensor:
+    """Cholesky factors of the blocks, lifted by rounding so that a singular one has a factor too."""
+    blocks = value_blocks(head)
+    lift = blocks.diagonal(dim1=-2, dim2=-1).sum(-1).amax(-1)[:, None, None] * 1e-13
+    blocks.diagonal(dim1=-2, dim2=-1).add_(lift)
+    factor, info = torch.linalg.cholesky_ex(blocks)
+    return torch.where(
+        (info == 0)[..., None, None], factor, torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
     )
-    return _quotient(head, ritz.vector)
 
 
 def _context_end(head: LinearHead) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,12 +225,11 @@ def _top_eigenvalue(product: Tensor, skip: Tensor) -> Tensor:
     return high
 
 
-def _ends(top: Tensor, top_low: Tensor, top_high: Tensor, bottom: Tensor, low: Tensor, high: Tensor) -> Ends:
-    """From eigenvalues of J J^T."""
-    values = [each.clamp_min(0).sqrt() for each in (top, top_low, top_high, bottom, low, high)]
-    status = torch.zeros(len(top), dtype=torch.int8, device=top.device)
-    smallest = values[3].clone()
-    zero = values[5] <= _EPS * values[0]
-    smallest[zero] = torch.nan
-    status[zero] = int(Status.RANK_DEFICIENT)
-    return Ends(*values, smallest, status)
+def _ends(
+    size: Size, top: Tensor, top_low: Tensor, top_high: Tensor, bottom: Tensor, low: Tensor, high: Tensor
+) -> Ends:
+    """From eigenvalues of J J^T for the top and singular values of J for the bottom."""
+    top, top_low, top_high = (each.clamp_min(0).sqrt() for each in (top, top_low, top_high))
+    zero = bottom <= size.noise * top
+    status = torch.where(zero, int(Status.RANK_DEFICIENT), int(Status.CONVERGED)).to(torch.int8)
+    return Ends(top, top_low, top_high, bottom, low, high, torch.where(zero, torch.nan, bottom), status)

@@ -60,7 +60,7 @@ _STACK = tuple(name for name in JacobianEstimate.__annotations__ if name not in 
 
 
 def jacobian_condition(
-    heads: AttentionHeads, *, method: str = "auto", rtol: float | None = None, max_steps: int = 300
+    heads: AttentionHeads, *, method: str = "auto", rtol: float | None = None, max_steps: int = 100
 ) -> JacobianEstimate:
     """kappa(J) of every head of a batch, J = [dA/dW_Q, dA/dW_K, dA/dW_V].
 
@@ -83,16 +83,16 @@ def jacobian_condition(
     size = Size(heads.rows, heads.cols, heads.w_v.shape[-2])
     shape, device = heads.shape, heads.x.device
     number = shape.numel()
-    values = torch.full((number, len(_STACK)), torch.nan, dtype=torch.float64, device=device)
-    status = torch.full((number,), int(Status.NON_FINITE), dtype=torch.int8, device=device)
     with torch.inference_mode(False), torch.no_grad():
+        values = torch.full((number, len(_STACK)), torch.nan, dtype=torch.float64, device=device)
+        status = torch.full((number,), int(Status.NON_FINITE), dtype=torch.int8, device=device)
         for index in torch.arange(number, device=device).split(_chunk(heads, method)):
             head = linearize(heads.select(index))
             finite = _finite(head)
             if not bool(finite.all()):
                 # LAPACK raises for a whole batch on one NaN.
                 index = index[finite]
-                head = linearize(heads.select(index))
+                head = linearize(heads.select(index)) if len(index) else head
             if len(index):
                 small = head.compressed()
                 ends = exact(small, size, rtol) if method == "exact" else bracket(small, size, rtol, max_steps)
@@ -105,7 +105,7 @@ def _chunk(heads: AttentionHeads, method: str) -> int:
     """Heads worked on at once: many small ones, or as many as keep the bases of Lanczos below 32 MiB."""
     rows = heads.tokens * min(heads.w_v.shape[-2], max(1, heads.keys - 1))
     if method == "lanczos":
-        return max(1, (32 << 20) // (8 * rows * 300))
+        return max(1, (32 << 20) // (8 * rows * 200))
     return max(1, (32 << 20) // (8 * rows * 3 * rows)) if rows <= SMALL_ROWS else 1
 
 

@@ -188,7 +188,7 @@ class AttentionHeads:
         places = torch.unravel_index(index, shape) if shape else ()
 
         def pick(tensor: Tensor, trailing: int) -> Tensor:
-            expanded = tensor.expand(*shape, *tensor.shape[tensor.ndim - trailing :])
+            expanded = tensor.expand((*shape, *tensor.shape[tensor.ndim - trailing :]))
             return expanded[places] if places else expanded[None].expand(len(index), *expanded.shape)
 
         return mapped(self, pick)

@@ -63,8 +63,8 @@ class LinearHead:
     def compressed(self) -> LinearHead:
         """The same with as few rows and columns of J as tokens allow.
 
-        *Columns.* J touches a weight only through X W^T. With X = L Q^T, Q orthonormal (X^T = Q L^T is a thin QR), W may
-        be replaced by W Q, which is head_dim x min(tokens, in_features); the singular values stay.
+        *Columns.* J touches a weight only through X W^T. With X = L Q^T, Q orthonormal (X^T = Q L^T is a thin QR), W
+        may be replaced by W Q, which is head_dim x min(tokens, in_features); the singular values stay.
 
         *Rows.* W_Q and W_K change an output only along differences of values, which span at most keys - 1 directions of
         value space. Along the rest J is I (x) (P X) alone. In a basis of value space that starts with the differences,
@@ -85,13 +85,18 @@ class LinearHead:
             new |= {"v": self.v @ basis, "output": self.output @ basis}
         return replace(self, **new)
 
+    def rotated(self) -> LinearHead:
+        """The same J in a basis of value space along which values vary independently (their principal axes)."""
+        axes = torch.linalg.svd(self.v - self.v.mean(-2, keepdim=True)).Vh.mT
+        return replace(self, v=self.v @ axes, output=self.output @ axes)
+
     @property
     def spare(self) -> bool:
         """Whether value space has directions along which no two values differ."""
         return max(1, self.v.shape[-2] - 1) < self.v.shape[-1]
 
     def context(self) -> Tensor:
-        """P X, what W_V multiplies: J contains I (x) (P X), so sigma_min(J) >= sigma_min(P X) where it has full rank."""
+        """P X, what W_V multiplies; J contains I (x) (P X), so sigma_min(J) >= sigma_min(P X) for a wide J."""
         return self.p @ self.values
 
     def gram_product(self, u: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,10 @@ class Sampling:
     heads: tuple[int, ...] | None
     method: str
 
+    def within(self, queries: int) -> Sampling:
+        """The same for a layer with this many query heads."""
+        return self if self.heads is None else replace(self, heads=tuple(head for head in self.heads if head < queries))
+
 
 ESTIMATES = ("kappa", "low", "high", "effective", "sigma_max", "sigma_min")
 FACTORS = ("kappa_x", "kappa_p", "kappa_lambda", "kappa_q", "kappa_k", "kappa_v")
@@ -55,6 +59,10 @@ def uncast() -> Iterator[None]:
 
 def inert(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """What a copied or pickled hook becomes."""
+
+
+def _inert() -> Any:
+    return inert
 
 
 @dataclass(eq=False)
@@ -107,8 +115,8 @@ class Capture:
     def __deepcopy__(self, memo: dict) -> Any:
         return inert
 
-    def __reduce__(self) -> str:
-        return "inert"
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inert, ()
 
     def records(self, step: int) -> list[Record]:
         """One row per sample and head with figures of their attention Jacobian, or one that says why there is none."""

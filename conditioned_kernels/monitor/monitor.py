@@ -218,6 +218,9 @@ class ConditioningMonitor:
                 "activations_every=0: the weights' figures need no hooks"
             )
         self._watched = watched
+        self._queries = {
+            each.target.layer.name: each.kind[0][0] for each in watched if each.target.projection.role == "q"
+        }
         self._plan()
 
     def _plan(self) -> None:
@@ -297,7 +300,11 @@ class ConditioningMonitor:
         """Set the hooks for the next forward pass, on the layers whose turn it is."""
         self._disarm()
         turn = self._turns[self._turn % len(self._turns)]
-        self._captures = [Capture(layer, self._sampling) for layer in self._layers if layer.name in turn]
+        self._captures = [
+            Capture(layer, self._sampling.within(self._queries[layer.name]))
+            for layer in self._layers
+            if layer.name in turn & self._queries.keys()
+        ]
 
     def _disarm(self) -> None:
         for capture in self._captures:
@@ -332,11 +339,11 @@ class ConditioningMonitor:
             warnings.warn(f"{type(sink).__name__} failed and is dropped: {type(error).__name__}: {error}", stacklevel=4)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but hooks and unread figures: those are flushed first."""
+        """Everything but hooks, sinks (two writers would share a file) and unread figures, which are flushed first."""
         if not self._closed:
             self.flush()
-        state = self.__dict__ | {"_captures": [], "_ring": Ring()}
-        for name in ("_layers", "_modules", "_watched", "_turns", "_groups"):
+        state = self.__dict__ | {"_captures": [], "_sinks": [], "_ring": Ring()}
+        for name in ("_layers", "_modules", "_watched", "_queries", "_turns", "_groups"):
             del state[name]
         return state
 
