@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import conditioned_kernels as ck
-from conditioned_kernels.heads.mechanics import MECHANICS, attention_heads
-from conditioned_kernels.jacobian import AttentionHeads, NoJacobian, attention_output
+from conditioned_kernels.heads import FAMILIES, MECHANICS, attention_heads
+from conditioned_kernels.jacobian import AttentionHeads, NoJacobian, attention_output, jvp
 
-from .models import CASES, Case
+from .models import BERT, CASES, LLAMA, Case, hf
 
 COVERED = {name for row in MECHANICS for name in row.classes}
 OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "proj", "o", "out_lin")
@@ -127,3 +129,304 @@ def test_it_is_what_the_module_computes(case: Case):
         checked += 1
     refused = "bias-kv" in case.name
     assert checked == (0 if refused else len(got))
+
+
+# --- variants that the tiny models above do not have ---------------------------------------------------------------
+
+LONG = torch.arange(3, 27).view(2, 12) % 32
+LEFT = torch.ones(2, 12, dtype=torch.long)
+LEFT[1, :5] = 0
+RIGHT = torch.ones(2, 12, dtype=torch.long)
+RIGHT[1, 8:] = 0
+
+Options = dict[str, Any]
+
+
+def text(config: str, model: str, *, mask: Tensor | None = None, **options: Any):
+    given = {"input_ids": LONG} if mask is None else {"input_ids": LONG, "attention_mask": mask}
+    return hf(config, model, inputs=lambda: given, **options)
+
+
+WINDOWED = LLAMA | {"sliding_window": 3, "head_dim": 4}
+VARIANTS = {
+    "mistral, window": partial(text, "MistralConfig", "MistralModel", **WINDOWED),
+    "mistral, window, left padding": partial(text, "MistralConfig", "MistralModel", mask=LEFT, **WINDOWED),
+    "mistral, window, eager": partial(text, "MistralConfig", "MistralModel", attn_implementation="eager", **WINDOWED),
+    "qwen2, window": partial(
+        text, "Qwen2Config", "Qwen2Model", use_sliding_window=True, max_window_layers=0, **WINDOWED
+    ),
+    "gemma2, scale": partial(text, "Gemma2Config", "Gemma2Model", query_pre_attn_scalar=9, **WINDOWED),
+    "gemma3, window": partial(text, "Gemma3TextConfig", "Gemma3TextModel", query_pre_attn_scalar=9, **WINDOWED),
+    "phi3, window": partial(text, "Phi3Config", "Phi3Model", **LLAMA, sliding_window=3),
+    "llama, left padding": partial(text, "LlamaConfig", "LlamaModel", mask=LEFT, **LLAMA),
+    "llama, left padding, eager": partial(
+        text, "LlamaConfig", "LlamaModel", mask=LEFT, attn_implementation="eager", **LLAMA
+    ),
+    "llama, biases": partial(text, "LlamaConfig", "LlamaModel", attention_bias=True, **LLAMA),
+    "llama, scaled rope": partial(
+        text,
+        "LlamaConfig",
+        "LlamaModel",
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0},
+        **LLAMA,
+    ),
+    "bert, right padding": partial(text, "BertConfig", "BertModel", mask=RIGHT, **BERT),
+    "bert, right padding, eager": partial(
+        text, "BertConfig", "BertModel", mask=RIGHT, attn_implementation="eager", **BERT
+    ),
+    "bert, decoder": partial(text, "BertConfig", "BertModel", is_decoder=True, **BERT),
+    "distilbert, padding": partial(
+        text, "DistilBertConfig", "DistilBertModel", mask=RIGHT, dim=16, n_heads=4, n_layers=2, hidden_dim=24,
+        vocab_size=32, max_position_embeddings=40,
+    ),
+    "gpt2, scale by layer": partial(
+        text, "GPT2Config", "GPT2Model", mask=RIGHT, n_embd=16, n_head=4, n_layer=2, vocab_size=32, n_positions=40,
+        scale_attn_by_inverse_layer_idx=True, bos_token_id=1, eos_token_id=2,
+    ),
+    "gpt2, no scale": partial(
+        text, "GPT2Config", "GPT2Model", n_embd=16, n_head=4, n_layer=1, vocab_size=32, n_positions=40,
+        scale_attn_weights=False, bos_token_id=1, eos_token_id=2,
+    ),
+    "neox, quarter rotary": partial(
+        text, "GPTNeoXConfig", "GPTNeoXModel", **(BERT | {"hidden_size": 32}), bos_token_id=1, eos_token_id=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
+    ),
+    "phi, qk norm": partial(text, "PhiConfig", "PhiModel", qk_layernorm=True, **LLAMA),
+    "cohere, qk norm": partial(text, "CohereConfig", "CohereModel", use_qk_norm=True, **LLAMA),
+    "opt, padding": partial(
+        text, "OPTConfig", "OPTModel", mask=LEFT, hidden_size=16, num_attention_heads=4, num_hidden_layers=1,
+        ffn_dim=24, vocab_size=32, max_position_embeddings=40, word_embed_proj_dim=16, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_the_call_and_the_configuration(name: str):
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model, args, kwargs = VARIANTS[name]()
+    kept = kwargs.get("attention_mask", torch.ones(2, 12)).bool()
+    for layer, (heads, seen) in run(randomized(model), args, kwargs).items():
+        # What a padded query sees is the library's choice, and no one's output.
+        got, seen = joined(heads)[kept], seen.double()[kept]
+        assert float((got - seen).norm() / seen.norm()) < TOLERANCE, layer
+        for what, changed in mutations(heads).items():
+            moved = joined(changed)[kept]
+            assert float((moved - seen).norm() / seen.norm()) > 10 * TOLERANCE, f"{layer}: ignoring {what} goes unseen"
+        if "window" in name:
+            causal = replace(heads, mask=torch.ones(12, 12, dtype=torch.bool).tril())
+            assert float((joined(causal)[kept] - seen).norm() / seen.norm()) > 10 * TOLERANCE or (
+                "gemma3" in name or "gemma2" in name  # Their layers alternate.
+            )
+
+
+def test_masks_of_a_flash_kernel_mean_the_same():
+    """Two dimensions or none, with the window in the module: read as the masks that sdpa gets for the same batch."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model, _, kwargs = text("MistralConfig", "MistralModel", mask=LEFT, **WINDOWED)
+    layer = ck.find_attention(randomized(model)).layers[0]
+    calls: list[Any] = []
+    hook = layer.module.register_forward_pre_hook(lambda m, args, kw: calls.append((args, kw)), with_kwargs=True)
+    with torch.no_grad():
+        model(**kwargs, use_cache=False)
+    hook.remove()
+    args, call = calls[0]
+    expected = attention_output(attention_heads(layer, args, call, samples=None, tokens=None))
+    layer.module.config._attn_implementation = "flash_attention_2"
+    flash = attention_heads(layer, args, {**call, "attention_mask": LEFT}, samples=None, tokens=None)
+    for sample, kept in enumerate(LEFT.bool()):
+        got, wanted = attention_output(flash)[sample, :, kept], expected[sample, :, kept]
+        torch.testing.assert_close(got, wanted)
+    whole = attention_heads(layer, args, {**call, "attention_mask": None}, samples=1, tokens=None)
+    torch.testing.assert_close(attention_output(whole), expected[:1])
+
+
+def test_the_masks_of_torchs_own_class():
+    torch.manual_seed(0)
+    x, memory = torch.randn(2, 6, 16), torch.randn(2, 5, 16)
+    causal = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 4:] = True
+    numbers = torch.randn(6, 6)
+    calls: list[tuple[bool, tuple, dict[str, Any]]] = [
+        (True, (x, x, x), {}),
+        (True, (x, x, x), {"attn_mask": causal}),
+        (True, (x, x, x), {"attn_mask": causal, "is_causal": True, "need_weights": False}),
+        (
+            True,
+            (x, x, x),
+            {"attn_mask": numbers, "key_padding_mask": torch.zeros(2, 6).masked_fill(padding, -torch.inf)},
+        ),
+        (True, (x, x, x), {"attn_mask": causal, "key_padding_mask": padding}),
+        (True, (x, x, x), {"attn_mask": torch.randn(8, 6, 6)}),
+        (True, (x, memory, memory), {}),
+        (True, (x, memory, memory + 1), {"key_padding_mask": padding[:, :5]}),
+        (False, (x.transpose(0, 1),) * 3, {"key_padding_mask": padding}),
+        (True, (x[0], x[0], x[0]), {"attn_mask": causal}),
+    ]
+    for batch_first, args, kwargs in calls:
+        module = randomized(nn.MultiheadAttention(16, 4, batch_first=batch_first))
+        for heads, seen in run(module, args, kwargs).values():
+            seen = seen[None] if seen.ndim == 2 else seen if batch_first else seen.transpose(0, 1)
+            assert error(heads, seen) < TOLERANCE, kwargs
+            for what, changed in mutations(heads).items():
+                assert error(changed, seen) > 10 * TOLERANCE, (what, kwargs)
+
+
+def test_the_first_tokens_of_a_causal_model_are_a_problem_of_their_own():
+    """A causal prefix sees nothing outside, so the sampled problem must give the module's own first outputs."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    for name in ("llama, biases", "mistral, window", "gpt2, scale by layer", "cohere, qk norm", "gemma2, scale"):
+        model, args, kwargs = VARIANTS[name]()
+        kwargs.pop("attention_mask", None)
+        picked = run(randomized(model), args, kwargs, samples=1, tokens=5, heads=[3, 1])
+        for heads, seen in picked.values():
+            assert heads.shape == (1, 2) and heads.tokens == 5
+            whole = seen[:1, :5].unflatten(-1, (4, -1)).transpose(1, 2)[:, [3, 1]].double()
+            torch.testing.assert_close(attention_output(heads), whole, rtol=1e-4, atol=1e-4)
+        first = run(model, args, kwargs, samples=1, tokens=5, heads=2)
+        assert all(heads.shape == (1, 2) for heads, _ in first.values())
+
+
+def test_the_window_of_tokens_avoids_padding():
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model, args, kwargs = text("LlamaConfig", "LlamaModel", mask=LEFT, **LLAMA)
+    hidden: list[Tensor] = []
+    randomized(model).layers[0].self_attn.register_forward_pre_hook(
+        lambda m, a, kw: hidden.append(kw["hidden_states"]), with_kwargs=True
+    )
+    heads, _ = run(model, args, kwargs, samples=2, tokens=6)["layers.0.self_attn"]
+    torch.testing.assert_close(heads.x[:, 0], hidden[0][:, 5:11])
+    assert heads.mask is None or bool((heads.mask[..., 0, 0] >= 0).all())
+
+
+def test_sampling_changes_nothing_and_shares_nothing(untouched_rng):
+    """F15: the model's own attention implementation, output and random state are as without it."""
+    pytest.importorskip("transformers")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, args, kwargs = VARIANTS["llama, biases"]()
+    randomized(model).train()
+    with torch.no_grad():
+        plain = model(*args, **kwargs)[0]
+    layer = ck.find_attention(model).layers[1]
+    found: list[AttentionHeads] = []
+
+    def look(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        found.append(attention_heads(layer, args, kwargs))
+        kwargs["hidden_states"].add_(0.0)
+
+    hook = layer.module.register_forward_pre_hook(look, with_kwargs=True)
+    with torch.no_grad():
+        watched = model(*args, **kwargs)[0]
+    hook.remove()
+    assert torch.equal(plain, watched)
+    assert model.config._attn_implementation == "sdpa"
+    before = attention_output(found[0])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(attention_output(found[0]), before)
+    assert not any(each.requires_grad for each in found[0].weights)
+
+
+@pytest.mark.parametrize("name", ["llama, biases", "gpt2, scale by layer", "mistral, window"])
+def test_products_are_the_derivative_of_the_model_itself(name: str):
+    """F16: no derivative of a fused kernel is asked for; central differences of what the module fed on are it."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model, args, kwargs = VARIANTS[name]()
+    model = randomized(model).double()
+    layer = ck.find_attention(model).layers[0]
+    heads, _ = run(model, args, kwargs)[layer.name]
+    generator = torch.Generator().manual_seed(3)
+    changes = {}
+    for projection in layer.projections:
+        weight = projection.view(layer.weight(projection))
+        changes[projection.role] = torch.randn(weight.shape, dtype=torch.float64, generator=generator)
+    group = heads.w_q.shape[0] // changes["k"].shape[0]
+    got = jvp(heads, changes["q"], changes["k"].repeat_interleave(group, 0), changes["v"].repeat_interleave(group, 0))
+
+    def output(step: float) -> Tensor:
+        moved = copy.deepcopy(model)
+        there = ck.find_attention(moved).layers[0]
+        with torch.no_grad():
+            for projection in there.projections:
+                projection.view(there.weight(projection).detach()).add_(step * changes[projection.role])
+        _, seen = run(moved, args, kwargs)[there.name]
+        return seen.double()
+
+    step = 1e-5
+    expected = (output(step) - output(-step)) / (2 * step)
+    # transformers' rotary angles are float32 even in a double model, but the same on both sides.
+    kept = kwargs.get("attention_mask", torch.ones(2, 12)).bool()
+    got = got.transpose(1, 2).flatten(2)[kept]
+    assert float((got - expected[kept]).norm() / got.norm()) < 1e-6
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_every_class_without_a_row_is_refused_by_name():
+    names = {name for family in FAMILIES for name in family.classes}
+    assert names >= COVERED
+    without = names - COVERED
+    assert any("Nystromformer" in name for name in without) and any(name.endswith("XCA") for name in without)
+    for case in CASES:
+        if case.covers not in without or case.missing or case.name not in (
+            "timm-xcit", "timm-davit-channel", "nystromformer", "longformer", "olmo2", "deepseek_v3", "gpt_oss"
+        ):  # fmt: skip
+            continue
+        model, _, _ = case.build()
+        layer = next(each for each in ck.find_attention(model).layers if each.family == case.covers)
+        with pytest.raises(NoJacobian, match=case.covers.rpartition(".")[2]):
+            attention_heads(layer, (torch.zeros(1, 4, 16),), {})
+
+
+def test_what_a_covered_class_does_otherwise_is_refused():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model, _, _ = VARIANTS["llama, biases"]()
+    layer = ck.find_attention(model).layers[0]
+    x = torch.randn(1, 4, 16)
+    rope = (torch.ones(1, 4, 4), torch.zeros(1, 4, 4))
+    cache = transformers.DynamicCache()
+    fresh = attention_heads(layer, (x,), {"position_embeddings": rope, "cache": cache})
+    assert fresh.shape == (1, 4)
+    cache.update(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), 0)
+    for call, message in (
+        ({"position_embeddings": rope, "cache": cache}, "from a cache"),
+        ({}, "no position_embeddings"),
+        ({"position_embeddings": rope, "attention_mask": "block"}, "its mask is a str"),
+        ({"position_embeddings": rope, "attention_mask": torch.ones(1, 4, 4)}, "3 dimensions"),
+    ):
+        with pytest.raises(NoJacobian, match=f"layers.0.self_attn: class .*LlamaAttention: .*{message}"):
+            attention_heads(layer, (x,), call)
+
+    class Adapter(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base_layer = base
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * self.base_layer(x)
+
+    model.layers[0].self_attn.q_proj = Adapter(model.layers[0].self_attn.q_proj)
+    with pytest.raises(NoJacobian, match="behind an adapter"):
+        attention_heads(ck.find_attention(model).layers[0], (x,), {"position_embeddings": rope})
+
+    class Mine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, 4, 4, 16))
+
+    mine = ck.find_attention(Mine(), layouts={Mine: lambda module: dict(zip("qkv", module.w, strict=True))}).layers[0]
+    with pytest.raises(NoJacobian, match="Mine has no row of mechanics"):
+        attention_heads(mine, (x,), {})
+    zero = nn.MultiheadAttention(16, 4, add_zero_attn=True, batch_first=True)
+    with pytest.raises(NoJacobian, match="add_zero_attn"):
+        attention_heads(ck.find_attention(zero).layers[0], (x, x, x), {})

@@ -16,12 +16,14 @@ from .layout import (
     Sections,
     Separate,
 )
+from .mechanics import MECHANICS, Mechanics, attention_heads
 from .probe import ProbeReport, probe
 from .shards import shard_views
 from .support import support_rows, support_table
 
 __all__ = [
     "FAMILIES",
+    "MECHANICS",
     "AttentionLayer",
     "Blocked",
     "Choose",
@@ -33,12 +35,14 @@ __all__ = [
     "Interleaved",
     "Joined",
     "LayoutError",
+    "Mechanics",
     "NoAttentionFound",
     "Output",
     "ProbeReport",
     "Projection",
     "Sections",
     "Separate",
+    "attention_heads",
     "find_attention",
     "probe",
     "register_layout",

@@ -222,7 +222,7 @@ def _transformers_mask(module: nn.Module, call: Call, mask: object, memory: Tens
     kept = None if mask is None else mask.bool()[:, None, None, :]
     if kind == "eager" or not causal or tokens == 1:
         return kept
-    window = getattr(module, "sliding_window", None)
+    window = getattr(module, "sliding_window", getattr(getattr(module, "config", None), "sliding_window", None))
     position = torch.arange(keys, device=x.device)
     distance = position[:tokens, None] - position
     seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
