@@ -20,10 +20,10 @@ def draw(summary: Summary, path: Path) -> str:
 
     traced = any(row.jacobian for row in summary.rows)
     figure, axes = plt.subplots(1, 3 if traced else 1, figsize=(15 if traced else 6.5, 4.4), squeeze=False)
-    colors = plt.get_cmap("tab10").colors + plt.get_cmap("Dark2").colors
+    colors = dict(zip(SCHEMES, plt.get_cmap("tab10").colors + plt.get_cmap("Dark2").colors, strict=False))
     metric = TASKS[summary.suite.task].metric
-    for row, color in zip(summary.rows, colors, strict=False):
-        style = {"color": color, "label": f"{SCHEMES[row.scheme].title}, rate {row.rate:g}"}
+    for row in summary.rows:
+        style = {"color": colors[row.scheme], "label": f"{SCHEMES[row.scheme].title}, rate {row.rate:g}"}
         style["linestyle"] = "--" if row.best is None else "-"
         _band(axes[0, 0], row, style)
         for axis, name in zip(axes[0, 1:], ("kappa", "bound"), strict=False):
