@@ -85,8 +85,9 @@ def transformers_config(model_type: str | None, file: str | Path | None) -> Any:
     values.pop("model_type", None)
     try:
         return transformers.AutoConfig.for_model(model_type, **values)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ArchitectureError(f"the configuration of transformers:{model_type} is refused: {error}") from error
+    except Exception as error:  # its strict configurations raise a class of their own
+        why = " ".join(str(error).split())
+        raise ArchitectureError(f"the configuration of transformers:{model_type} is refused: {why}") from error
 
 
 def from_config(config: Any) -> nn.Module:

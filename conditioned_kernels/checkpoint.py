@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
@@ -18,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,32 @@ class Entry:
     def cast(self, dtype: torch.dtype | None) -> Entry:
         """The same tensor in ``dtype`` if it is a floating one."""
         return Entry(self.shape, dtype) if dtype is not None and self.dtype.is_floating_point else self
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Size in bytes and SHA-256 of a written file."""
+
+    size: int
+    digest: str
+
+    def matches(self, path: Path) -> bool:
+        """Whether the file is still there with these bytes; it is read, a piece at a time."""
+        return path.is_file() and path.stat().st_size == self.size and file_digest(path) == self.digest
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, read a piece at a time."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(_WRITE_CHUNK):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def unfinished_file(path: Path) -> Path:
+    """Where a file is written before it appears under its name; of one process."""
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
 
 
 class Checkpoint:
@@ -164,7 +191,7 @@ def write_safetensors(
     metadata: Mapping[str, str] | None = None,
     force: bool = False,
     progress: Callable[[int], None] = lambda _: None,
-) -> None:
+) -> Stored:
     """Write a safetensors file tensor by tensor, atomically.
 
     The file appears under its name only when it is complete and on disk; an error or Ctrl-C before that leaves
@@ -179,6 +206,10 @@ def write_safetensors(
     force : replace an existing file.
     progress : called with the number of bytes written, after each piece.
 
+    Returns
+    -------
+    Size and digest of what was written.
+
     Raises
     ------
     CheckpointError
@@ -189,19 +220,26 @@ def write_safetensors(
         raise CheckpointError(f"{path} exists; pass --force (force=True) to replace it")
     header = _header(entries, {"format": "pt", **(metadata or {})})
     size = 8 + len(header) + sum(entry.nbytes for entry in entries.values())
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    unfinished = unfinished_file(path)
     try:
         if (free := shutil.disk_usage(path.parent).free) < size:
             raise CheckpointError(f"{path} needs {size / 1e9:.2f} GB, and its disk has {free / 1e9:.2f} GB free")
+        digest = hashlib.sha256()
         with open(unfinished, "xb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
+
+            def write(piece: bytes | memoryview) -> None:
+                digest.update(piece)
+                file.write(piece)
+
+            write(len(header).to_bytes(8, "little") + header)
             for name, entry in entries.items():
-                _write_tensor(file, name, entry, tensor(name), progress)
+                _write_tensor(write, name, entry, tensor(name), progress)
             file.flush()
             os.fsync(file.fileno())
         if path.exists() and not force:
             raise CheckpointError(f"{path} was created in the meantime; pass --force (force=True) to replace it")
         os.replace(unfinished, path)
+        return Stored(size, digest.hexdigest())
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {reason(error)}; nothing was changed") from error
     finally:
@@ -227,7 +265,9 @@ def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
     return text + b" " * (-len(text) % 8)
 
 
-def _write_tensor(file: BinaryIO, name: str, entry: Entry, value: Tensor, progress: Callable[[int], None]) -> None:
+def _write_tensor(
+    write: Callable[[memoryview], None], name: str, entry: Entry, value: Tensor, progress: Callable[[int], None]
+) -> None:
     if tuple(value.shape) != entry.shape or value.dtype != entry.dtype:
         raise CheckpointError(
             f"{name!r} was to be {entry.dtype} {entry.shape}, got {value.dtype} {tuple(value.shape)}; "
@@ -237,7 +277,7 @@ def _write_tensor(file: BinaryIO, name: str, entry: Entry, value: Tensor, progre
         return
     data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     for piece in _pieces(data):
-        file.write(piece)
+        write(piece)
         progress(len(piece))
 
 

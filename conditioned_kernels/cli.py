@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,9 +117,14 @@ def init(
     value: Annotated[str, typer.Option(help=f"W_V: {', '.join(VALUES)}.")] = "block",
     dtype: Annotated[str | None, typer.Option(help="Of the written weights: fp64, fp32, fp16 or bf16.")] = None,
     attention_only: Annotated[bool, typer.Option("--attention-only", help="Write only Q, K and V weights.")] = False,
+    shard_size: Annotated[
+        str | None,
+        typer.Option(help="Write shards of at most this size, such as 5GB, one block in memory at a time; resumable."),
+    ] = None,
     force: Force = False,
 ) -> None:
     """Write a conditioned model to safetensors: semi-orthogonal W_Q and W_K, identity W_V."""
+    from .shards import disk_speed
     from .sources import InitOptions, init_file
 
     if dtype is not None and dtype not in DTYPES:
@@ -135,10 +141,22 @@ def init(
             config=config,
             dtype=None if dtype is None else DTYPES[dtype],
             attention_only=attention_only,
+            shard_size=None if shard_size is None else _parse_size(shard_size),
             force=force,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    out.print(printable_lines(str(result)), highlight=False, markup=False)
+    out.print(printable_lines(str(result.report)), highlight=False, markup=False)
+    if shard_size is not None:
+        if result.kept:
+            out.print(
+                f"kept {len(result.kept)} shards of an earlier run, which still have their bytes", highlight=False
+            )
+        disk = disk_speed(out_path, min(result.nbytes, 256 << 20))
+        out.print(
+            f"{result.nbytes / 1e9:.3g} GB drawn, written and read back in {result.seconds:.1f} s: "
+            f"{result.nbytes / result.seconds / 1e9:.3g} GB/s; the disk alone takes {disk / 1e9:.3g} GB/s",
+            highlight=False,
+        )
     _written(out_path)
 
 
@@ -354,6 +372,16 @@ def _parse_gain(text: str) -> Any:
         role, _, size = part.partition("=")
         gains[role.strip()] = _parse_gain(size.strip())
     return gains
+
+
+SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1, "": 1}
+
+
+def _parse_size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B|)", text.strip().upper())
+    if match is None or not (size := int(float(match[1]) * SIZES[match[2]])):
+        raise ValueError(f"--shard-size: expected a size such as 5GB or 500MB, got {text!r}")
+    return size
 
 
 def _parse_number(text: str, option: str) -> float:

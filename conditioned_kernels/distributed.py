@@ -222,6 +222,15 @@ def piece_of(view: Callable[[Tensor], Tensor], weight: Any, name: str) -> Piece:
     return Piece(tuple(heads.shape), here["rows"], here["columns"], owners, tuple(column_dims))
 
 
+def keep_part(weight: Any, whole: Tensor) -> None:
+    """Write this rank's part of ``whole`` into its memory of the DTensor ``weight``."""
+    index, _ = _held(weight, "the weight")
+    for dim, kept in enumerate(index):
+        if len(kept) < whole.shape[dim]:
+            whole = whole.index_select(dim, torch.from_numpy(kept).to(whole.device))
+    local_part(weight).copy_(whole.view(local_part(weight).shape))
+
+
 def _held(weight: Any, name: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Per dimension: the whole weight's indices that this rank holds, and for every index the number of its part."""
     mesh, where = weight.device_mesh, weight.device_mesh.get_coordinate()

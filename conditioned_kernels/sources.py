@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from . import architectures
+from ._version import __version__
 from .checkpoint import Checkpoint, CheckpointError, Entry, reason, write_safetensors
-from .heads.discover import AttentionLayer, named_modules
+from .heads.discover import AttentionLayer
 from .initialize import InitReport, conditioned_
-from .initialize.apply import Target, locate, measure, resolve
+from .initialize.apply import locate, measure, resolve
 from .initialize.init_report import ProjectionReport
+from .initialize.materialize import Block, blocks, fill, joined
+from .shards import clear_unfinished, write_shards
 
 Progress = Callable[[int], None]
 
@@ -148,9 +153,10 @@ def init_file(
     config: str | Path | None = None,
     dtype: torch.dtype | None = None,
     attention_only: bool = False,
+    shard_size: int | None = None,
     force: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> InitReport:
+) -> Written:
     """Write a conditioned model to a safetensors file, or to a folder as transformers reads it.
 
     Parameters
@@ -161,8 +167,15 @@ def init_file(
     like, config : as in :func:`measure_source`.
     dtype : of the written floating tensors; default as they are.
     attention_only : write only the Q, K and V weights, one attention layer in memory at a time.
+    shard_size : write a folder of shards of at most so many bytes with their index, and never hold more than one block
+        of an architecture in memory: what is not attention is drawn by the model's own rule, block by block as in
+        :func:`conditioned_kernels.materialize_`. The same call continues a killed one.
     force : replace existing files.
     progress : called with (bytes written, bytes in all).
+
+    Returns
+    -------
+    Written
 
     Raises
     ------
@@ -170,16 +183,15 @@ def init_file(
     """
     out = Path(out)
     file = out if out.suffix == ".safetensors" else out / "model.safetensors"
-    if file.exists() and not force:
+    if shard_size is not None and file == out:
+        raise CheckpointError(f"--shard-size writes several files, so --out must be a folder, got {out}")
+    if shard_size is not None and shard_size < 1:
+        raise CheckpointError(f"--shard-size must be a positive number of bytes, got {shard_size}")
+    if shard_size is None and file.exists() and not force:
         raise CheckpointError(f"{file} exists; pass --force (force=True) to replace it")
     with ExitStack() as stack:
-        if not architectures.is_architecture(source):
-            job = _checkpoint_job(*stack.enter_context(opened(source, like, config)), options, dtype, attention_only)
-        elif attention_only:
-            job = _meta_job(architectures.build(source, config=config, device="meta").to(dtype), options)
-        else:
-            job = _model_job(architectures.build(source, config=config, seed=options.seed).to(dtype), options)
-        total, done = sum(entry.nbytes for entry in job.entries.values()), 0
+        job = _job(stack, source, options, like, config, dtype, attention_only, streamed=shard_size is not None)
+        total, done, start = sum(entry.nbytes for entry in job.entries.values()), 0, time.perf_counter()
 
         def count(written: int) -> None:
             nonlocal done
@@ -187,10 +199,59 @@ def init_file(
             progress(done, total)
 
         stack.enter_context(_folder(file.parent))
+        if shard_size is not None:
+            clear_unfinished(out)
         if out != file:
             stack.enter_context(_beside_the_weights(out, job.save_config))
-        write_safetensors(file, job.entries, job.tensor, force=force, progress=count)
-    return job.report()
+        kept: tuple[str, ...] = ()
+        if shard_size is None:
+            write_safetensors(file, job.entries, job.tensor, force=force, progress=count)
+        else:
+            facts = [source, _text(config), str(options), str(dtype), attention_only, __version__, torch.__version__]
+            kept = write_shards(
+                out, job.entries, job.tensor, size=shard_size, job=json.dumps(facts), force=force, progress=count
+            )
+    return Written(job.report(), total, time.perf_counter() - start, kept)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What :func:`init_file` wrote.
+
+    Attributes
+    ----------
+    report : of the heads drawn in this call.
+    nbytes : of all tensors.
+    seconds : to make, write and read them back.
+    kept : files that an earlier, killed call had finished.
+    """
+
+    report: InitReport
+    nbytes: int
+    seconds: float
+    kept: tuple[str, ...]
+
+
+def _text(config: str | Path | None) -> str:
+    return "" if config is None else Path(config).read_text(encoding="utf-8")
+
+
+def _job(
+    stack: ExitStack,
+    source: str,
+    options: InitOptions,
+    like: str | None,
+    config: str | Path | None,
+    dtype: torch.dtype | None,
+    attention_only: bool,
+    streamed: bool,
+) -> _Job:
+    if not architectures.is_architecture(source):
+        return _checkpoint_job(*stack.enter_context(opened(source, like, config)), options, dtype, attention_only)
+    if attention_only or streamed:
+        model = architectures.build(source, config=config, device="meta").to(dtype)
+        return _meta_job(model, options, attention_only)
+    return _model_job(architectures.build(source, config=config, seed=options.seed).to(dtype), options)
 
 
 @dataclass(frozen=True)
@@ -210,10 +271,36 @@ def _model_job(model: nn.Module, options: InitOptions) -> _Job:
     return _Job(entries, tensors.__getitem__, lambda: report, lambda out: _save_config(model, out))
 
 
-def _meta_job(model: nn.Module, options: InitOptions) -> _Job:
-    layers = _LayerByLayer(model, options, _own_initialization(model, options), overwrite=False)
-    entries = {name: Entry(tuple(weight.shape), weight.dtype) for name, weight in layers.weights.items()}
-    return _Job(entries, layers.tensor, layers.report, lambda out: _save_config(model, out))
+def _meta_job(model: nn.Module, options: InitOptions, attention_only: bool) -> _Job:
+    found = locate(model, where=None, layouts=None, strict=False)
+    layers = {layer.module: layer for layer in found.layers}
+    weights = {target.name: target.weight for target in resolve(found)} if attention_only else _state_dict(model)
+    entries = {name: Entry(tuple(weight.shape), weight.dtype) for name, weight in weights.items()}
+
+    def fill_block(block: Block) -> None:
+        if attention_only and _overwritten(layers[block.modules[-1][1]], options):
+            block.modules[-1][1].to_empty(device="cpu")
+        else:
+            fill(model, block, torch.device("cpu"), init=None, seed=options.seed, made={})
+
+    parts = blocks(model)
+    if attention_only:
+        parts = [_as_block(layer) for layer in found.layers]
+    drawn = _BlockByBlock(model, options, parts, fill_block, overwrite=False)
+    return _Job(entries, drawn.tensor, drawn.report, lambda out: _save_config(model, out))
+
+
+def _as_block(layer: AttentionLayer) -> Block:
+    """An attention layer alone, its own module last."""
+    inner = [(f"{layer.name}.{name}", module) for name, module in layer.module.named_modules() if name]
+    return Block(layer.name, (*reversed(inner), (layer.name, layer.module)))
+
+
+def _overwritten(layer: AttentionLayer, options: InitOptions) -> bool:
+    """Whether none of the old values of the layer's Q, K and V weights will show."""
+    weights = {each.parameter: layer.weight(each) for each in layer.projections}
+    written = sum(each.view(weights[each.parameter]).numel() for each in layer.projections)
+    return not options.reads_weights and written == sum(weight.numel() for weight in weights.values())
 
 
 def _checkpoint_job(
@@ -231,73 +318,89 @@ def _checkpoint_job(
     def stored(name: str) -> Tensor:
         return checkpoint.tensor(name).to(entries[name].dtype)
 
-    def fill(layer: AttentionLayer) -> None:
+    found = locate(model, where=None, layouts=None, strict=False)
+    of_module = {layer.module: layer for layer in found.layers}
+
+    def fill_block(block: Block) -> None:
+        layer = of_module[block.modules[-1][1]]
         for projection in layer.projections:
             file_name = names[layer.parameter_name(projection)]
             owner, attribute = layer.owner(projection), projection.parameter.rpartition(".")[2]
             _check_stored(file_name, checkpoint.entries[file_name], getattr(owner, attribute))
             owner._parameters[attribute] = nn.Parameter(stored(file_name).clone())
 
-    layers = _LayerByLayer(model, options, fill, overwrite=True)
+    parts = [_as_block(layer) for layer in found.layers]
+    drawn = _BlockByBlock(model, options, parts, fill_block, overwrite=True)
     return _Job(
         entries,
-        lambda name: layers.tensor(back[name]) if name in back else stored(name),
-        layers.report,
+        lambda name: drawn.tensor(back[name]) if name in back else stored(name),
+        drawn.report,
         lambda out: _copy_side_files(checkpoint.path, out),
     )
 
 
-class _LayerByLayer:
-    """Conditioned weights by name, holding the values of one attention layer of a meta model at a time."""
+class _BlockByBlock:
+    """Values of a meta model's tensors by name, holding one block's at a time."""
 
     def __init__(
-        self, model: nn.Module, options: InitOptions, fill: Callable[[AttentionLayer], None], *, overwrite: bool
+        self,
+        model: nn.Module,
+        options: InitOptions,
+        parts: list[Block],
+        fill_block: Callable[[Block], None],
+        *,
+        overwrite: bool,
     ) -> None:
-        self.model, self.options, self.fill, self.overwrite = model, options, fill, overwrite
+        self.model, self.options, self.fill_block, self.overwrite = model, options, fill_block, overwrite
         self.found = locate(model, where=None, layouts=None, strict=False)
-        self.targets: dict[str, Target] = {target.name: target for target in resolve(self.found)}
-        self.weights: dict[str, Tensor] = {name: target.weight for name, target in self.targets.items()}
+        self.blocks = {name: block for block in parts for name in _tensor_names(block)}
+        self.layers = {layer.module for layer in self.found.layers}
         self.reports: list[InitReport] = []
         self._ready: dict[str, Tensor] = {}
 
     def tensor(self, name: str) -> Tensor:
         if name not in self._ready:
             self._ready.clear()
-            module = self.targets[name].layer.module
-            self.fill(self.targets[name].layer)
-            only = {"where": lambda _, candidate: candidate is module}
-            self.reports.append(self.options.apply(self.model, include_frozen=True, overwrite=self.overwrite, **only))
-            mine = {other: target for other, target in self.targets.items() if target.layer.module is module}
-            self._ready = {other: target.weight.detach() for other, target in mine.items()}
-            module.to("meta")
+            block = self.blocks[name]
+            modules = {module for _, module in block.modules}
+            with _emptied_after(modules):
+                self.fill_block(block)
+                if modules & self.layers:
+                    only = {"where": lambda _, candidate: candidate in modules}
+                    self.reports.append(
+                        self.options.apply(self.model, include_frozen=True, overwrite=self.overwrite, **only)
+                    )
+                self._ready = {
+                    each: value.detach() for each, value in _tensor_names(block).items() if not value.is_meta
+                }
         return self._ready[name]
 
     def report(self) -> InitReport:
-        touched = tuple(entry for report in self.reports for entry in report.touched)
-        return InitReport("conditioned", self.options.seed, touched, (), self.found.unknown)
+        report = joined(self.reports)
+        return replace(report, scheme="conditioned", seed=self.options.seed, unknown=self.found.unknown)
 
 
-def _own_initialization(model: Any, options: InitOptions) -> Callable[[AttentionLayer], None]:
-    """Give a meta layer memory and, where any of its old values will show, its library's own initialization."""
+def _tensor_names(block: Block) -> dict[str, Tensor]:
+    """The tensors of the block's modules, by their names in the model."""
+    return {
+        f"{name}.{key}" if name else key: tensor
+        for name, module in block.modules
+        for kind in (module._parameters, module._buffers)
+        for key, tensor in kind.items()
+        if tensor is not None
+    }
 
-    def fill(layer: AttentionLayer) -> None:
-        layer.module.to_empty(device="cpu")
-        weights = {each.parameter: layer.weight(each) for each in layer.projections}
-        written = sum(each.view(weights[each.parameter]).numel() for each in layer.projections)
-        if not options.reads_weights and written == sum(weight.numel() for weight in weights.values()):
-            return
-        with torch.random.fork_rng([]):
-            torch.manual_seed(options.seed)
-            module: Any
-            for _, module in named_modules(layer.module):
-                if hasattr(model, "_init_weights"):
-                    model._init_weights(module)
-                elif hasattr(module, "reset_parameters"):
-                    module.reset_parameters()
-                elif hasattr(module, "_reset_parameters"):
-                    module._reset_parameters()
 
-    return fill
+@contextmanager
+def _emptied_after(modules: set[nn.Module]) -> Iterator[None]:
+    """Give the modules the tensors back that they have now, without values."""
+    before = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, parameters, buffers in before:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
 
 
 def _state_dict(model: nn.Module) -> dict[str, Tensor]:

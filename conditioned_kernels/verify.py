@@ -81,6 +81,11 @@ def verify(
     _check_gain(gain)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if report is not None and report.deferred:
+        raise ValueError(
+            "report is of an initialization that was deferred on the meta device, which has touched nothing yet; "
+            "verify what materialize_ returns"
+        )
     wanted = {(entry.parameter, entry.label): entry.gain for entry in report.touched} if report else None
     with torch.no_grad(), quiet_parametrizations(model):
         found = locate(model, where=where, layouts=layouts, strict=strict)

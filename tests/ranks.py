@@ -1,4 +1,4 @@
-"""Processes over gloo for tests: forked from a server that has torch and transformers loaded, and never left hanging."""
+"""Processes over gloo for tests, forked from a server that has torch and transformers loaded; none is left hanging."""
 
 from __future__ import annotations
 

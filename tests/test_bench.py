@@ -225,7 +225,7 @@ def test_fit():
 
 def test_cost_grows_linearly_with_heads_and_memory_stays_flat():
     """A smaller span than the benchmark's; the exponent is a shape and not a time, and only an upper bound is asked."""
-    found = growth.measure_growth("condition_number", "heads", CPU, repeats=2)
+    found = growth.measure_growth("condition_number", "heads", CPU)
     assert found.sizes[-1] == 1000 * found.sizes[0]
     assert found.exponent < 1.25 and found.r_squared > 0.9
     if found.memory[-1] is not None:

@@ -176,8 +176,8 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch)
     before = good_file(path)
     calls = []
 
-    def full(file, name, entry, value, progress):
-        file.write(b"half")
+    def full(write, name, entry, value, progress):
+        write(b"half")
         calls.append(name)
         if len(calls) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")

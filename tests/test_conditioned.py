@@ -356,8 +356,7 @@ def test_a26_c01_the_same_weights_on_any_route() -> None:
     ck.conditioned_(model, seed=4)
     with torch.device("meta"):
         other = packed()
-    with pytest.raises(ValueError, match=r"in_proj_weight is on the meta device.*to_empty"):
-        ck.conditioned_(other, seed=4)
+    assert ck.conditioned_(other, seed=4).deferred
     other.to_empty(device="cpu")
     torch.set_default_dtype(torch.float64)
     try:

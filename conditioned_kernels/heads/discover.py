@@ -45,6 +45,10 @@ _CHILD_HINTS = (
 _REGISTERED: dict[type[nn.Module], LayoutFunction] = {}
 
 
+LEFT_OUT_BY_WHERE = "left out by where"
+"""Why a known layer is skipped."""
+
+
 class NoAttentionFound(ValueError):
     """The model has no attention layer of a known class."""
 
@@ -177,7 +181,7 @@ def find_attention(
             continue
         inside += (name,)
         if where is not None and not where(name, module):
-            skipped.append((name, "left out by where"))
+            skipped.append((name, LEFT_OUT_BY_WHERE))
             continue
         try:
             with quiet_parametrizations(module), whole_shapes(module):

@@ -4,6 +4,7 @@ from .calibrate import CalibrationReport, LayerCalibration, calibrate_gain
 from .conditioned import conditioned_
 from .init_report import InitReport, ProjectionReport
 from .initialize import SCHEMES, initialize_
+from .materialize import materialize_
 from .mimetic import mimetic_
 from .random import random_
 from .spectral_conditioning import (
@@ -24,6 +25,7 @@ __all__ = [
     "conditioned_",
     "export_spectral_conditioning",
     "initialize_",
+    "materialize_",
     "mimetic_",
     "random_",
     "remove_spectral_conditioning",

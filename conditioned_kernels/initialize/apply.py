@@ -22,6 +22,7 @@ from ..condition import ConditionEstimate, condition_number, condition_of_gram
 from ..heads.discover import AttentionLayer, Discovery, NoAttentionFound, Where, find_attention
 from ..heads.layout import LayoutError, LayoutFunction, Projection
 from ..heads.wrappers import is_adapted, parametrizations, quiet_parametrizations
+from . import materialize
 from .init_report import InitReport, ProjectionReport, stacked_rank
 
 WHOLE = "*"
@@ -164,11 +165,29 @@ def apply_scheme(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+    def again(model: nn.Module, where: Where) -> InitReport:
+        return apply_scheme(
+            model,
+            draw,
+            scheme=scheme,
+            seed=seed,
+            where=where,
+            layouts=layouts,
+            strict=strict,
+            include_frozen=include_frozen,
+            overwrite=overwrite,
+            prepare=prepare,
+            choose=choose,
+        )
+
     with torch.inference_mode(False), torch.no_grad(), quiet_parametrizations(model):
         found = locate(model, where=where, layouts=layouts, strict=strict)
         targets = (choose or resolve)(found)
         for target in targets:
             _check(target, include_frozen=include_frozen, overwrite=overwrite)
+        if waiting := [target for target in targets if distributed.is_meta(target.weight)]:
+            return _defer(model, waiting, found, scheme, seed, again)
         targets, tied = _untie(targets)
         if prepare is not None:
             prepare(targets)
@@ -191,7 +210,26 @@ def apply_scheme(
             else:
                 others.append(target.name)
         write_all(writes, scheme)
+    materialize.forget(model)  # what was called before it had values has been called again
     return InitReport(scheme, seed, tuple(touched), tuple(skipped), found.unknown, tuple(others))
+
+
+def _defer(
+    model: nn.Module,
+    waiting: list[Target],
+    found: Discovery,
+    scheme: str,
+    seed: int,
+    again: Callable[[nn.Module, Where], InitReport],
+) -> InitReport:
+    """Note the scheme on a model without values; see ``materialize_``."""
+    layers = tuple(layer.name for layer in found.layers)
+    materialize.defer(model, materialize.Deferred(layers, found.skipped, again))
+    deferred = tuple(
+        (f"{target.name} ({target.stream_role})", "is on the meta device; materialize_ initializes it")
+        for target in waiting
+    )
+    return InitReport(scheme, seed, (), found.skipped, found.unknown, deferred=deferred)
 
 
 def _draw(target: Target, draw: Scheme) -> tuple[Draw, Tensor]:
@@ -258,7 +296,9 @@ def measure(target: Target, heads: Tensor, *, made: str, gain: float, local: ran
     flat = heads.reshape(-1, *heads.shape[-2:])
     rank = stacked_rank(flat)
     estimate = condition_number(flat, rtol=_rtol(heads.dtype))
-    return described(target, estimate, made=made, gain=gain, local=local, rank=rank)
+    # A tensor from a file may have another dtype than the architecture it is of.
+    entry = described(target, estimate, made=made, gain=gain, local=local, rank=rank)
+    return entry if entry.dtype == heads.dtype else replace(entry, dtype=heads.dtype)
 
 
 def measure_all(targets: list[Target], gains: list[float]) -> list[ProjectionReport]:
@@ -330,7 +370,6 @@ def _rtol(dtype: torch.dtype) -> float:
 def _check(target: Target, *, include_frozen: bool, overwrite: bool) -> None:
     weight, name = target.weight, target.name
     _validate.floating(weight, name)
-    _validate.not_meta(weight, name)
     if target.parametrized and distributed.is_sharded(weight):
         raise ValueError(f"{name} is sharded and parametrized; initialize before registering the parametrization")
     try:

@@ -73,6 +73,8 @@ class InitReport:
     unknown : (name, reason) of modules that look like attention but have no layout.
     others : names of the parameters beside the attention weights that a scheme wrote.
     calibration : the gains and kappa(J) per layer of gain="calibrated"; None elsewhere.
+    deferred : (name, reason) of projections on the meta device, which ``materialize_`` will initialize; nothing else
+        was done then.
     """
 
     scheme: str
@@ -82,6 +84,7 @@ class InitReport:
     unknown: tuple[tuple[str, str], ...]
     others: tuple[str, ...] = ()
     calibration: CalibrationReport | None = None
+    deferred: tuple[tuple[str, str], ...] = ()
 
     def rows(self) -> list[dict[str, object]]:
         """One dict per head: layer, parameter, role, head, sigma_max, sigma_min, kappa, low, high. Reads the device."""
@@ -106,6 +109,10 @@ class InitReport:
             )
         if self.others:
             lines.append(f"  and other parameters: {len(self.others)}")
+        if self.deferred:
+            lines.append(
+                f"  deferred: {len(self.deferred)} projections on the meta device, until materialize_ is called"
+            )
         lines += [f"  skipped {name}: {reason}" for name, reason in self.skipped]
         lines += [f"  unknown {name}: {reason}" for name, reason in self.unknown]
         return "\n".join(lines)

@@ -51,8 +51,9 @@ def _weights(page: HtmlReport, records: Sequence[Record]) -> None:
     when = moments(records)
     page.heading("Heads over training")
     page.figure(heat_maps(records, when), "log10 kappa by attention layer and head; gray is singular or not finite")
-    page.heading("Worst head of each layer")
-    page.figure(depth_curves(weight_curves(records), y="kappa"), "Largest finite kappa over the heads of a layer")
+    if curves := weight_curves(records):
+        page.heading("Worst head of each layer")
+        page.figure(depth_curves(curves, y="kappa"), "Largest finite kappa over the heads of a layer")
     spectra = [record for record in records if record.spectrum]
     if spectra:
         page.heading("Spectra")
@@ -80,9 +81,8 @@ def _jacobians(page: HtmlReport, rows: Sequence[Record]) -> None:
                 "This attention has biases, rotary positions, norms or a soft cap, which the theorem does not cover: "
                 "there the second panel is the same formula and no bound."
             )
-        page.figure(
-            depth_curves(jacobian_curves(measured), y="condition number"), "kappa(J) and the theorem's product by layer"
-        )
+        if curves := jacobian_curves(measured):
+            page.figure(depth_curves(curves, y="condition number"), "kappa(J) and the theorem's product by layer")
         singular = sum(row.status == "rank_deficient" for row in measured)
         if singular:
             page.paragraph(f"{singular} of {len(measured)} Jacobians are numerically rank deficient.")
