@@ -18,6 +18,7 @@ from ..orthogonalize import orthogonalize, semi_orthogonal_
 from ..sampling import philox_normal, stream_key
 from . import peers
 from .case import INVERSE_KAPPA, KAPPA, MOMENT, POLAR, QR, RESIDUAL, SIGMA, TOP, Case, Contestant, Errors, Skipped, Work
+from .jacobian import jacobian_cases
 from .shapes import SHAPES, Shape
 from .spectra import SPECTRA
 from .tables import OURS
@@ -470,5 +471,6 @@ GROUPS: dict[str, Group] = {
     "model": model_cases,
     "stages": stage_cases,
     "checkpoint": checkpoint_cases,
+    "jacobian": jacobian_cases,
 }
 """Group name to a function of the device that returns its cases. A new group is one line here."""
