@@ -1,4 +1,4 @@
-"""What watching every head costs: the monitor's step beside a training step of the same model, and beside torch's cond."""
+"""What watching every head costs: a step of the monitor beside a training step of the model and beside torch's cond."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def training(device: torch.device) -> tuple[nn.Module, Callable[[], None]]:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = GPT2LMHeadModel(GPT2Config()).to(device)
+        model: nn.Module = GPT2LMHeadModel(GPT2Config())
+    model.to(device)
     # A rate of zero keeps the weights, so that every contestant measures the same; the work is the same.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     tokens = torch.arange(256, device=device).view(2, 128)
