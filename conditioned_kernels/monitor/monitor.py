@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .. import _validate, distributed
+from .._backend import BACKENDS
 from ..heads.discover import NoAttentionFound, Where, find_attention
 from ..heads.layout import LayoutFunction
 from ..initialize.apply import Target, resolve
@@ -46,6 +47,7 @@ class ConditioningMonitor:
         needs.
     rtol : wanted ``high / low - 1`` of the weights' kappa. Projections with a head that needs float64 for it get it,
         as decided from the figures of the last flush.
+    backend : "auto", "torch", "triton" or "extension"; see :func:`explain_backend`.
     jacobian : method of ``jacobian_condition``: "auto", "exact" or "lanczos".
     spectra : store every singular value of so many heads per projection, at the start and at the end.
     first_step : number of optimizer steps the model has had, where a run is continued.
@@ -96,6 +98,7 @@ class ConditioningMonitor:
         layouts: Mapping[type[nn.Module], LayoutFunction] | None = None,
         strict: bool = True,
         rtol: float = 1e-2,
+        backend: str = "auto",
         jacobian: str = "auto",
         spectra: int = 1,
         first_step: int = 0,
@@ -115,6 +118,7 @@ class ConditioningMonitor:
         self._sampling = Sampling(samples, tokens, self._heads, _validate.choice(jacobian, "jacobian", METHODS))
         self._where, self._layouts, self._strict = where, layouts, strict
         self._rtol = _validate.positive(rtol, "rtol")
+        self._backend = _validate.choice(backend, "backend", BACKENDS)
         self._spectra = _validate.count(spectra, "spectra", least=0)
         self._flush_every = _validate.count(flush_every, "flush_every")
         self._schedule = f"every={every}, layers_per_step={layers_per_step}, heads={self._heads}, spectra={spectra}"
@@ -242,7 +246,7 @@ class ConditioningMonitor:
         size = self._layers_per_step or max(len(names), 1)
         self._turns = [set(names[start : start + size]) for start in range(0, len(names), size)]
         self._groups = [
-            groups((each for each in self._watched if each.target.layer.name in turn), self._rtol)
+            groups((each for each in self._watched if each.target.layer.name in turn), self._rtol, self._backend)
             for turn in self._turns
         ]
         rows: dict[torch.device, int] = {}
@@ -275,7 +279,7 @@ class ConditioningMonitor:
     def _start(self) -> None:
         """Measure every head once, to know which need float64, and keep the result as that of the first step."""
         with _aside():
-            every = groups(self._watched, self._rtol)
+            every = groups(self._watched, self._rtol, self._backend)
             raw = {id(group): group.measure().cpu().numpy() for group in every}
             wide = {
                 id(each): want
@@ -283,7 +287,7 @@ class ConditioningMonitor:
                 for each, want in zip(group.members, group.wants_wide(raw[id(group)]), strict=True)
             }
             self._revise(wide)
-            for group in groups(self._watched, self._rtol):
+            for group in groups(self._watched, self._rtol, self._backend):
                 self._ready += group.figures(group.measure().cpu().numpy(), self._step)
         self._store_spectra()
         if self._activations_every:

@@ -156,6 +156,7 @@ class Group:
 
     members: list[Watched]
     rtol: float
+    backend: str = "auto"
     vectors: Tensor | None = field(default=None, repr=False)
     terms: int = 0
 
@@ -182,7 +183,7 @@ class Group:
         """
         (_, short, _), _, device = self.members[0].kind
         work = self.members[0].work
-        backend = choose_backend("auto", device, work, short)
+        backend = choose_backend(self.backend, device, work, short)
         with _torch.full_precision():
             grams = self._shared_grams() if self.sharded else self._grams(backend.name, backend.device, work)
             gram = torch.cat(grams) if len(grams) > 1 else grams[0]
@@ -260,7 +261,7 @@ class Group:
 _NAMES = {int(status): status.name.lower() for status in Status}
 
 
-def groups(watched: Iterable[Watched], rtol: float) -> list[Group]:
+def groups(watched: Iterable[Watched], rtol: float, backend: str = "auto") -> list[Group]:
     """Projections grouped by shape, dtype, work dtype and device, within the workspace cap."""
     found: dict[tuple, list[Watched]] = {}
     for each in watched:
@@ -272,10 +273,10 @@ def groups(watched: Iterable[Watched], rtol: float) -> list[Group]:
         part: list[Watched] = []
         for each in members:
             if part and sum(len(other.heads) for other in part) + len(each.heads) > most:
-                result.append(Group(part, rtol))
+                result.append(Group(part, rtol, backend))
                 part = []
             part.append(each)
-        result.append(Group(part, rtol))
+        result.append(Group(part, rtol, backend))
     return result
 
 
