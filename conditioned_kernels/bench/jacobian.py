@@ -19,6 +19,7 @@ from ..jacobian.linear import linearize
 from .case import KAPPA, Case, Contestant, Errors
 from .shapes import SHAPES
 
+TOKENS = 32
 CHECKED = 2
 """Heads of a large layer that are compared; one head's kappa does not depend on the others."""
 
@@ -77,7 +78,7 @@ def _bracket(reference: Tensor) -> Callable[[JacobianEstimate], Errors]:
 def layer(device: torch.device) -> tuple[Contestant, ...]:
     """All heads of a layer by Lanczos and exactly; and all eigenvalues of the closed form, of few heads."""
     shape = SHAPES["gpt2"]
-    heads = random_heads(shape.q, 32, shape.width, shape.head_dim, device)
+    heads = random_heads(shape.q, TOKENS, shape.width, shape.head_dim, device)
     reference = eigenvalue_kappa(heads, CHECKED)
     return (
         Contestant(LANCZOS, lambda: jacobian_condition(heads, method="lanczos"), _bracket(reference)),
@@ -89,7 +90,7 @@ def layer(device: torch.device) -> tuple[Contestant, ...]:
 def head(device: torch.device) -> tuple[Contestant, ...]:
     """One head exactly."""
     shape = SHAPES["gpt2"]
-    heads = random_heads(1, 32, shape.width, shape.head_dim, device)
+    heads = random_heads(1, TOKENS, shape.width, shape.head_dim, device)
     reference = eigenvalue_kappa(heads, 1)
     return (
         Contestant(EXACT, lambda: jacobian_condition(heads, method="exact"), _bracket(reference)),
@@ -115,12 +116,12 @@ EIGENVALUES = "J Jᵀ in closed form + eigvalsh"
 
 
 def cases(device: torch.device) -> list[Case]:
-    """kappa of the attention Jacobian; 32 tokens of GPT-2 small unless said otherwise."""
+    """kappa of the attention Jacobian."""
     source = SHAPES["gpt2"].source
     return [
         Case(
             "jacobian layer",
-            "kappa(J) of GPT-2 small's 12 heads of 768x64, 32 tokens",
+            f"kappa(J) of GPT-2 small's 12 heads of 768x64, {TOKENS} tokens",
             partial(layer, device),
             {KAPPA: 0.1},
             {EXACT: 5},
@@ -128,7 +129,7 @@ def cases(device: torch.device) -> list[Case]:
         ),
         Case(
             "jacobian head",
-            "kappa(J) of one head of 768x64, 32 tokens",
+            f"kappa(J) of one head of 768x64, {TOKENS} tokens",
             partial(head, device),
             {KAPPA: 1e-6},
             seconds=4 / 12 if device.type == "cpu" else None,
