@@ -136,6 +136,7 @@ def main() -> None:
         "load_average": os.getloadavg()[0],
         "peak_rss_of_children_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
     }
+    RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 

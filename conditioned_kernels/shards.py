@@ -135,10 +135,7 @@ def _notes(folder: Path) -> dict:
 def _write_json(path: Path, value: object) -> None:
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        with open(unfinished, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        unfinished.write_text(json.dumps(value, indent=1), encoding="utf-8")
         os.replace(unfinished, path)
     except OSError as error:
         unfinished.unlink(missing_ok=True)

@@ -31,6 +31,7 @@ from benchmarks.experiments.tasks import IGNORED, TASKS
 from benchmarks.experiments.trace import TOKENS, trace
 from benchmarks.experiments.train import run_cell
 from conditioned_kernels.heads.discover import find_attention
+from conditioned_kernels.heads.layout import attribute
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOKE = SUITES["smoke"]
@@ -97,8 +98,7 @@ def test_a_scheme_changes_the_attention_weights_and_nothing_else(scheme):
         layer.parameter_name(projection) for layer in find_attention(plain).layers for projection in layer.projections
     }
     owned |= {name for name, _ in plain.named_parameters() if scheme == "mimetic" and name.endswith("attn.proj.weight")}
-    before, after = dict(plain.named_parameters()), dict(changed.named_parameters())
-    different = {name for name in before if not torch.equal(before[name], after[name])}
+    different = {name for name, weight in plain.named_parameters() if not torch.equal(weight, attribute(changed, name))}
     assert different <= owned
     assert bool(different) == (scheme != "default")
 

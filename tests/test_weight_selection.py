@@ -554,6 +554,72 @@ def test_running_statistics_follow_their_rows() -> None:
     assert same(student, state(teacher) | {n: v for n, v in state(student).items() if "num_batches" in n})
 
 
+def swin(width: int, heads: tuple[int, int], depth: int) -> nn.Module:
+    sizes = {"img_size": 16, "patch_size": 2, "embed_dim": width, "depths": (2, depth), "num_heads": heads}
+    return timm_model("swin_transformer", "SwinTransformer", 16, window_size=4, **sizes)[0]
+
+
+def experts(prefix: str, **sizes: int) -> nn.Module:
+    few = {"num_local_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 1}
+    return hf(f"{prefix}Config", f"{prefix}Model", **(LLAMA | few | sizes))[0]
+
+
+def test_packed_parameters_keep_their_blocks() -> None:
+    """Four pixels that Swin merges, gate and up of experts in blocks (Mixtral) and interleaved (GPT-OSS)."""
+    teacher, student = swin(48, (3, 6), 4), swin(16, (1, 2), 2)
+    ck.weight_selection_(student, teacher, layers="uniform")
+    four = torch.cat([torch.arange(0, 48, 3) + 48 * pixel for pixel in range(4)])
+    ours, theirs = (model.layers[1].downsample for model in (student, teacher))
+    assert torch.equal(ours.reduction.weight, theirs.reduction.weight[::3][:, four])
+    assert torch.equal(ours.norm.weight, theirs.norm.weight[four])
+    ours, theirs = student.layers[1].blocks[1].attn, teacher.layers[1].blocks[2].attn
+    assert torch.equal(ours.relative_position_bias_table, theirs.relative_position_bias_table[:, ::3])
+
+    wide = {"hidden_size": 32, "intermediate_size": 48}
+    for elements, hidden in (("uniform", torch.arange(0, 48, 2)), ("consecutive", torch.arange(24))):
+        width = torch.arange(0, 32, 2) if elements == "uniform" else torch.arange(16)
+        teacher, student = (experts("Mixtral", head_dim=4, **sizes) for sizes in (wide, {}))
+        ck.weight_selection_(student, teacher, elements=elements)
+        ours, theirs = (model.layers[0].mlp.experts.gate_up_proj for model in (student, teacher))
+        assert torch.equal(ours, theirs[:, torch.cat([hidden, hidden + 48])][:, :, width])
+
+        teacher, student = (experts("GptOss", head_dim=4, **sizes) for sizes in (wide, {}))
+        ck.weight_selection_(student, teacher, elements=elements)
+        ours, theirs = (model.layers[0].mlp.experts for model in (student, teacher))
+        pairs = torch.stack([2 * hidden, 2 * hidden + 1], 1).flatten()
+        assert torch.equal(ours.gate_up_proj, theirs.gate_up_proj[:, width][:, :, pairs])
+        assert torch.equal(ours.gate_up_proj_bias, theirs.gate_up_proj_bias[:, pairs])
+        assert torch.equal(ours.down_proj, theirs.down_proj[:, hidden][:, :, width])
+
+
+def test_parameters_by_head_follow_the_heads() -> None:
+    """A convolution per head (Nystromformer), a temperature (XCiT), sinks of grouped query heads (GPT-OSS)."""
+    sizes = {"segment_means_seq_len": 8, "num_landmarks": 4, "conv_kernel_size": 3}
+    teacher, student = (
+        hf("NystromformerConfig", "NystromformerModel", **(BERT | sizes | more))[0]
+        for more in ({"hidden_size": 32, "num_attention_heads": 8}, {})
+    )
+    ck.weight_selection_(student, teacher)
+    ours, theirs = (model.encoder.layer[0].attention.self.conv.weight for model in (student, teacher))
+    assert torch.equal(ours, theirs[::2])
+
+    kwargs = {"img_size": 32, "patch_size": 8, "depth": 1, "cls_attn_layers": 1}
+    teacher, student = (
+        timm_model("xcit", "Xcit", 32, embed_dim=width, num_heads=heads, **kwargs)[0]
+        for width, heads in ((48, 12), (16, 4))
+    )
+    ck.weight_selection_(student, teacher)
+    assert torch.equal(student.blocks[0].attn.temperature, teacher.blocks[0].attn.temperature[::3])
+
+    teacher, student = (
+        experts("GptOss", head_dim=4, num_attention_heads=heads, num_key_value_heads=shared)
+        for heads, shared in ((16, 4), (4, 2))
+    )
+    teacher.layers[0].self_attn.sinks.data.copy_(torch.arange(16.0))
+    ck.weight_selection_(student, teacher)
+    assert student.layers[0].self_attn.sinks.tolist() == [0, 2, 8, 10]
+
+
 # --- teachers that are files ---------------------------------------------------------------------------------------
 
 

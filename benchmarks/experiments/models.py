@@ -151,7 +151,7 @@ MODELS: dict[str, Model] = {
         },
     ),
     "bert-half": Model(
-        "BERT, width 192, 3 layers, 6 heads: half of MiniLM-L6",
+        "BERT, width 192, 3 layers, 6 heads (half of MiniLM-L6)",
         _bert,
         _masked,
         {

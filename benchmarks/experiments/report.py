@@ -80,7 +80,7 @@ def _suite_text(summary: Summary) -> str:
     suite, task = summary.suite, TASKS[summary.suite.task]
     rates = ", ".join(f"{rate:g}" for rate in suite.rates)
     text = [
-        f"## {MODELS[suite.model].title}; {task.title}",
+        f"## {MODELS[suite.model].title}; {task.title}, {suite.steps} steps",
         f"`python -m benchmarks.experiments run {summary.name}`: {suite.steps} AdamW steps of {suite.batch}, rates "
         f"{rates} on {suite.sweep} seeds, {suite.seeds} seeds at the best; {summary.runs} runs, "
         f"{summary.processor_seconds / 60:.0f} processor minutes. Metric: validation {task.metric}. Data: "
@@ -143,7 +143,7 @@ def _recommendations(found: Sequence[Summary]) -> str:
         words = SCHEMES[top.scheme].title + (f": `{code}`" if code else "")
         if equal:
             words += "; not shown to differ: " + "; ".join(SCHEMES[row.scheme].title for row in equal)
-        title = f"{MODELS[summary.suite.model].title}; {TASKS[summary.suite.task].title}"
+        title = f"{MODELS[summary.suite.model].title}; {TASKS[summary.suite.task].title}, {summary.suite.steps} steps"
         row = {"model; task": title, "seeds": str(summary.suite.seeds), "take": words}
         for scheme in SHOWN:
             found_row = summary.row(scheme)
@@ -244,7 +244,11 @@ def _limits(found: Sequence[Summary]) -> str:
 
 
 def _name(summary: Summary) -> str:
-    return f"{MODELS[summary.suite.model].title.split(',')[0].split(':')[0]}, {TASKS[summary.suite.task].title}"
+    """Short, and of two suites on one model and task the steps too."""
+    suite = summary.suite
+    name = f"{MODELS[suite.model].title.split(',')[0]}, {TASKS[suite.task].title}"
+    twins = [other for other in SUITES.values() if (other.task, other.model) == (suite.task, suite.model)]
+    return f"{name}, {suite.steps} steps" if len(twins) > 1 else name
 
 
 def _value(summary: Summary, interval: Interval) -> str:

@@ -74,6 +74,11 @@ def select_weights_(model: nn.Module, *, seed: int = 0) -> None:
     ck.weight_selection_(model, teacher_folder(), leave=("cls.",), seed=seed)
 
 
+def spectral_conditioning(model: nn.Module, *, seed: int = 0, **options: Any) -> None:
+    """:func:`conditioned_kernels.spectral_conditioning`, which draws nothing."""
+    ck.spectral_conditioning(model, **options)
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "nothing": lambda model, seed: None,
     "random": ck.random_,
@@ -81,6 +86,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "rescaled": rescaled_,
     "mimetic": ck.mimetic_,
     "weight selection": select_weights_,
+    "spectral conditioning": spectral_conditioning,
 }
 
 SCHEMES: dict[str, Scheme] = {
@@ -101,6 +107,7 @@ SCHEMES: dict[str, Scheme] = {
         batch="calibration",
     ),
     "weight-selection": Scheme("weight selection", "weight selection"),
+    "spectral": Scheme("spectral conditioning, λ = 10", "spectral conditioning", {"lam": 10.0}),
     "qk-rescaled": Scheme("W_Q, W_K rescaled only", "rescaled"),
 }
 

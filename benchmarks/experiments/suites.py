@@ -23,6 +23,7 @@ ALL = (
     "semi-v",
     "mimetic",
     "calibrated",
+    "spectral",
     "redraw",
     "xavier",
 )
@@ -110,8 +111,19 @@ class Suite:
 
 
 SUITES: dict[str, Suite] = {
-    "digits-vit": Suite("digits", "vit-8", ALL, (1e-3, 2e-3, 4e-3), 500, 24, every=25, sweep=2, seeds=10),
-    "language-gpt": Suite("language", "gpt", ALL, (2e-3, 4e-3, 8e-3), 300, 8, every=20, sweep=2, seeds=5),
+    "digits-vit": Suite("digits", "vit-8", ALL, (1e-3, 2e-3, 4e-3), 500, 24, every=25, sweep=3, seeds=10),
+    "language-gpt": Suite("language", "gpt", ALL, (2e-3, 4e-3, 8e-3), 300, 8, every=20, sweep=3, seeds=5),
+    "language-gpt-long": Suite(
+        "language",
+        "gpt",
+        ("default", "conditioned", "qk", "v-preserve", "preserve", "mimetic"),
+        (4e-3,),
+        1000,
+        8,
+        every=50,
+        sweep=5,
+        seeds=5,
+    ),
     "mnist-vit": Suite("mnist", "vit-28", PAPER, (2e-3,), 300, 24, every=25, sweep=3, seeds=3),
     "mnist-swin": Suite("mnist", "swin", PAPER, (4e-3,), 150, 16, every=15, sweep=3, seeds=3),
     "mnist-xcit": Suite("mnist-32", "xcit", PAPER, (4e-3,), 200, 24, every=20, sweep=3, seeds=3, traced=0),

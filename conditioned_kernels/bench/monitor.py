@@ -17,6 +17,7 @@ from .case import KAPPA, Case, Contestant, Errors, Skipped, Work
 from .peers import missing
 from .shapes import SHAPES
 from .stack import layout, stack, views
+from .tables import OURS, TORCH_BACKEND
 
 LOSS = "loss - loss"
 """Zero for a finite loss, NaN for any other: a training step is no measurement and has no error."""
@@ -32,26 +33,33 @@ def monitor_contestants(layers_per_step: int | None, device: torch.device) -> tu
     exact = torch.linalg.cond(weights.cpu().double()).to(device)
     looked_at = weights if layers_per_step is None else weights[: layers_per_step * (shape.q + 2 * shape.kv)]
     layouts = {type(layer): layout for layer in model}
-    watch = partial(ConditioningMonitor, model, layers_per_step=layers_per_step, layouts=layouts, spectra=0)
-    monitor = watch()
+    watch = partial(ConditioningMonitor, model, layers_per_step=layers_per_step, layouts=layouts, rtol=RTOL, spectra=0)
+    monitor, plain = watch(), watch(backend="torch")
     names = {name: at for at, name in enumerate(model_layers(monitor))}
-
-    def figures(_: object) -> Errors:
-        """Every figure of the newest flush that was of a step."""
-        records = [record for record in monitor.flush() if record.head >= 0]
-        return {KAPPA: max(map(off, records))} if records else {}
 
     def off(record: Record) -> float:
         before = {"q": 0, "k": shape.q, "v": shape.q + shape.kv}[record.projection]
         kappa = float(exact[names[record.layer] * (shape.q + 2 * shape.kv) + before + record.head])
         return abs(record.kappa / kappa - 1) if record.low <= kappa <= record.high else math.inf
 
+    def figures(watching: ConditioningMonitor) -> Callable[[object], Errors]:
+        def error(_: object) -> Errors:
+            records = [record for record in watching.flush() if record.head >= 0]
+            return {KAPPA: max(map(off, records))} if records else {}
+
+        return error
+
     def values(got: Tensor) -> Errors:
         return {KAPPA: float((got / exact[: len(got)] - 1).abs().max())}
 
     return (
-        Contestant("ConditioningMonitor.step", monitor.step, figures),
-        Contestant("condition_number, cold", lambda: condition_number(looked_at, rtol=RTOL).kappa, values),
+        Contestant("ConditioningMonitor.step", monitor.step, figures(monitor)),
+        Contestant(TORCH_BACKEND, plain.step, figures(plain)),
+        Contestant(
+            f"{OURS}, condition_number without the last step's vectors",
+            lambda: condition_number(looked_at, rtol=RTOL).kappa,
+            values,
+        ),
         Contestant("linalg.cond", lambda: torch.linalg.cond(looked_at), values),
         training_step(device),
     )

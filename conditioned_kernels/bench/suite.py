@@ -21,7 +21,7 @@ from .case import INVERSE_KAPPA, KAPPA, MOMENT, POLAR, QR, RESIDUAL, SIGMA, TOP,
 from .shapes import SHAPES, Shape
 from .spectra import SPECTRA
 from .stack import Attention, layout, stack, views
-from .tables import OURS
+from .tables import OURS, TORCH_BACKEND
 
 Group = Callable[[torch.device], list[Case]]
 
@@ -32,7 +32,6 @@ AMPLIFIED = {"kappa 1e3": 100.0}
 REFERENCES = (8, 512)
 """Heads compared with a float64 factor, and with float64 singular values, both made on the CPU; one head's result does
 not depend on the others."""
-TORCH_BACKEND = f"{OURS}, torch backend"
 
 
 class Row(NamedTuple):

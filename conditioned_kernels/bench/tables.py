@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 Record = Mapping[str, Any]
 OURS = "the same"
+TORCH_BACKEND = f"{OURS}, torch backend"
 """How the name of a contestant begins that is ours too, such as another backend."""
 WORDS = ("remark", "the fastest other", "targets")
 """Columns of words behind columns of numbers."""

@@ -273,7 +273,7 @@ FAMILIES: tuple[Family, ...] = (
         "DetrMHAttentionMap",
         Separate(v="", head_dim="head_dim"),
         "has no V",
-        output=Output(reason="it makes attention maps, has no V and nothing after them"),
+        output=Output(reason="no V"),
     ),
     _hf("wav2vec2", "Wav2Vec2Attention", _BART, output="out_proj"),
     _hf("whisper", "WhisperAttention", _BART, output="out_proj"),

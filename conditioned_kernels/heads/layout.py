@@ -350,6 +350,11 @@ class Output:
     input_major: bool = False
     reason: str = ""
 
+    @property
+    def form(self) -> str:
+        """In words, for the support table."""
+        return f"{'(in, out) ' * self.input_major}{self.path}" if self.path else f"none: {self.reason}"
+
     def view(self, heads: int, head_dim: int) -> HeadView:
         """The view (heads, head_dim, out_features): entry [h, r, c] is how output c reads row r of query head h."""
         return HeadView((heads, head_dim), (), not self.input_major)

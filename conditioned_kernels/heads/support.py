@@ -17,6 +17,7 @@ class SupportRow:
     ----------
     library, module, cls : where the class is.
     form : its storage form, in words.
+    output : where it keeps W_O, "../" being the module around it; "none" and why.
     rule : what is conditioned, where the paper is silent.
     source : where the class splits its heads.
     installed : "yes", or why not.
@@ -26,6 +27,7 @@ class SupportRow:
     module: str
     cls: str
     form: str
+    output: str
     rule: str
     source: str
     installed: str
@@ -45,7 +47,14 @@ def support_rows(*, check_installed: bool = True) -> tuple[SupportRow, ...]:
             installed = _installed(module, cls) if check_installed else ""
             rows.append(
                 SupportRow(
-                    module.partition(".")[0], module, cls, family.layout.form, family.rule, family.source, installed
+                    module.partition(".")[0],
+                    module,
+                    cls,
+                    family.layout.form,
+                    family.output.form,
+                    family.rule,
+                    family.source,
+                    installed,
                 )
             )
     return tuple(rows)
@@ -53,11 +62,11 @@ def support_rows(*, check_installed: bool = True) -> tuple[SupportRow, ...]:
 
 def support_table(*, check_installed: bool = True) -> str:
     """:func:`support_rows` as a Markdown table."""
-    head = ["library", "class", "storage form", "rule where the paper is silent", "source"]
+    head = ["library", "class", "storage form", "W_O", "rule where the paper is silent", "source"]
     lines = []
     for row in support_rows(check_installed=check_installed):
         name = f"`{row.module.rpartition('.')[2]}.{row.cls}`"
-        lines.append([row.library, name, row.form, row.rule, row.source])
+        lines.append([row.library, name, row.form, row.output, row.rule, row.source])
         if check_installed:
             lines[-1].append(row.installed)
     if check_installed:

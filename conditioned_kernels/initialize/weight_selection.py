@@ -287,7 +287,7 @@ class _Choice:
     def _values(self, name: str, axes: list[Tensor]) -> Tensor:
         values = self.source.read(self.partner(name))
         for axis, index in enumerate(axes):
-            if len(index) != values.shape[axis] or not torch.equal(index, torch.arange(len(index))):
+            if len(index) != values.shape[axis] or not torch.equal(index, torch.arange(len(index), device="cpu")):
                 values = values.index_select(axis, index.to(values.device))
         return values.to(self.wanted[name].weight.device)
 
@@ -364,7 +364,7 @@ class _Choice:
         if there % packed.blocks or here % packed.blocks:
             raise ValueError(f"{name} must hold {packed.blocks} equal blocks, got {there} in the teacher and {here}")
         one = self.select(there // packed.blocks, here // packed.blocks, f"{name}, axis {packed.axis}")
-        block = torch.arange(packed.blocks)
+        block = torch.arange(packed.blocks, device="cpu")
         if packed.interleaved:
             return (one[:, None] * packed.blocks + block).flatten()
         return (block[:, None] * (there // packed.blocks) + one).flatten()

@@ -76,6 +76,9 @@ def _key_factor(head: LinearHead, g: Tensor) -> Tensor:
     """(b, value_dim, tokens, head_dim, features): the change of output (a, n) with W_K."""
     if head.pull_k is None:
         return head.q[:, None, :, :, None] * (g @ head.memory[:, None])[..., None, :]
-    by_key = g[..., None] * head.q[:, None, :, None, :]
-    pulled = head.pull_k(by_key.movedim(0, 2)).movedim(2, 0)
-    return pulled.mT @ head.memory[:, None, None]
+    factors = []
+    for coordinate in g.unbind(1):
+        # (tokens, b, keys, head_dim): the maps have one state per key. One coordinate at a time, to bound the memory.
+        by_key = (coordinate[..., None] * head.q[:, :, None, :]).transpose(0, 1)
+        factors.append(head.pull_k(by_key).transpose(0, 1).mT @ head.memory[:, None])
+    return torch.stack(factors, 1)

@@ -72,15 +72,14 @@ class Ends:
 
 
 def exact(head: LinearHead, size: Size, rtol: float) -> Ends:
-    """Dense: products and factorizations of J J^T, and the SVD of J where those are too coarse."""
+    """Dense: the SVD of a small J, otherwise products and factorizations of J J^T; where a status is not converged, the
+    SVD of J (:func:`by_svd`) may still be finer."""
     rows = head.output.shape[-2] * head.output.shape[-1]
-    if rows <= SMALL_ROWS or size.rows > size.cols:
-        return _by_svd(head, size).judged(rtol)
-    ends = _by_gram(head, size, rtol)
-    return (ends if bool(ends.met(rtol).all()) else _by_svd(head, size)).judged(rtol)
+    small = rows <= SMALL_ROWS or size.rows > size.cols
+    return by_svd(head, size, rtol) if small else _by_gram(head, size, rtol).judged(rtol)
 
 
-def _by_svd(head: LinearHead, size: Size) -> Ends:
+def by_svd(head: LinearHead, size: Size, rtol: float) -> Ends:
     """All singular values: of the compressed J, and those of P X once more per spare direction of value space."""
     values = torch.linalg.svdvals(matrix(head))
     rows = head.output.shape[-2] * head.output.shape[-1]
@@ -97,7 +96,7 @@ def _by_svd(head: LinearHead, size: Size) -> Ends:
     top, bottom, delta = values[:, 0], values[:, -1], delta[:, 0]
     deficient = torch.where(kept.all(-1), int(Status.CONVERGED), int(Status.RANK_DEFICIENT)).to(torch.int8)
     low = (bottom - delta).clamp_min(0)
-    return Ends(top, top - delta, top + delta, bottom, low, bottom + delta, smallest, deficient)
+    return Ends(top, top - delta, top + delta, bottom, low, bottom + delta, smallest, deficient).judged(rtol)
 
 
 def _by_gram(head: LinearHead, size: Size, rtol: float) -> Ends:

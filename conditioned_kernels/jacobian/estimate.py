@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._status import Status, sentences
-from .ends import SMALL_ROWS, Ends, Size, bracket, exact
+from .ends import SMALL_ROWS, Ends, Size, bracket, by_svd, exact
 from .heads import AttentionHeads
 from .linear import LinearHead, linearize
 
@@ -102,7 +102,7 @@ def jacobian_condition(
     sigma_min(P X) and the Rayleigh quotient of a preconditioned Davidson vector: the value is usually good to 1e-3, but
     cannot be proven, and where it is not met, ``kappa`` is the bracket's lower end.
     *Cost.* reduced rows n = tokens * min(value_dim, keys - 1). Exact: about 2 n^3 / 3 to n^3 flops and 3 matrices of
-    n^2 numbers per head, one head at a time. Lanczos: O(tokens keys head_dim + tokens^2 head_dim) per step and head, at
+    n^2 numbers per head. Lanczos: O(tokens keys head_dim + tokens^2 head_dim) per step and head, at
     most 32 MiB of bases.
     *Source.* Saratchandran and Lucey, ICLR 2026, section 3; the closed form and the reduction are this package's.
     """
@@ -127,11 +127,17 @@ def jacobian_condition(
             if not bool(finite.all()):
                 # LAPACK raises for a whole batch on one NaN.
                 index = index[finite]
-                head = linearize(heads.select(index)) if len(index) else head
-            if len(index):
-                small = head.compressed()
-                ends = exact(small, size, rtol) if method == "exact" else bracket(small, size, rtol, max_steps)
-                values[index], status[index] = _values(ends), ends.status
+                if not len(index):
+                    continue
+                head = linearize(heads.select(index))
+            head = head.compressed()
+            ends = exact(head, size, rtol) if method == "exact" else bracket(head, size, rtol, max_steps)
+            values[index], status[index] = _values(ends), ends.status
+            coarse = index[ends.status != int(Status.CONVERGED)]
+            if method == "exact" and _rows(heads) > SMALL_ROWS and len(coarse):
+                for one in coarse.split(1):
+                    ends = by_svd(linearize(heads.select(one)).compressed(), size, rtol)
+                    values[one], status[one] = _values(ends), ends.status
     named = dict(zip(_STACK, values.view(*shape, len(_STACK)).unbind(-1), strict=True))
     return JacobianEstimate(**named, status=status.view(shape), method=method)
 
@@ -142,11 +148,11 @@ def _rows(heads: AttentionHeads) -> int:
 
 
 def _chunk(heads: AttentionHeads, method: str) -> int:
-    """Heads worked on at once: many small ones, or as many as keep the bases of Lanczos below 32 MiB."""
+    """Heads worked on at once, so that the bases of Lanczos, or J, stay below 32 MiB."""
     rows = _rows(heads)
     if method == "lanczos":
         return max(1, (32 << 20) // (8 * rows * 200))
-    return max(1, (32 << 20) // (8 * rows * 3 * rows)) if rows <= SMALL_ROWS else 1
+    return max(1, (32 << 20) // (8 * rows * 3 * rows))
 
 
 def _finite(head: LinearHead) -> Tensor:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _validate
+from .. import _validate, distributed
+from .._backend import BACKENDS
 from ..heads.discover import NoAttentionFound, Where, find_attention
 from ..heads.layout import LayoutFunction
 from ..initialize.apply import Target, resolve
@@ -42,8 +43,11 @@ class ConditioningMonitor:
     heads : indices of the heads to measure; a projection with fewer heads has those it has. None for all.
     samples, tokens : of a real batch, how many sequences and how many tokens of each the Jacobians are of.
     where, layouts : as for :func:`conditioned_`.
+    strict : refuse a model with nothing to measure; False lets the monitor idle, as a pipeline stage without attention
+        needs.
     rtol : wanted ``high / low - 1`` of the weights' kappa. Projections with a head that needs float64 for it get it,
         as decided from the figures of the last flush.
+    backend : "auto", "torch", "triton" or "extension"; see :func:`explain_backend`.
     jacobian : method of ``jacobian_condition``: "auto", "exact" or "lanczos".
     spectra : store every singular value of so many heads per projection, at the start and at the end.
     first_step : number of optimizer steps the model has had, where a run is continued.
@@ -72,6 +76,9 @@ class ConditioningMonitor:
     sigma_min / sigma_max = 1e-5; beyond 1e7 it is inf. A head whose kappa leaves what float32 can bracket has a wide
     bracket until the next flush, and says so in its status.
     *Cost.* Per head of n x m, n <= m: one read and n^2 m flops, doubled in float64, plus about 2 n^3.
+    *Sharded models.* Weights that are DTensors give the same figures on every rank, from Gram matrices summed over the
+    ranks; no weight is gathered. Measuring is then a collective: every rank of a mesh has a monitor with the same
+    arguments and calls ``step`` at the same steps. Attention Jacobians of sharded layers are not measured.
     *Synchronization.* None on ordinary steps with the extension. Without it, torch.linalg.eigvalsh on a GPU waits once
     per group of heads. Construction, flushes and steps with activations read the device.
     *Effect on training.* None: weights, losses and random state are bit for bit those of a run without it.
@@ -89,7 +96,9 @@ class ConditioningMonitor:
         tokens: int = 32,
         where: Where | None = None,
         layouts: Mapping[type[nn.Module], LayoutFunction] | None = None,
+        strict: bool = True,
         rtol: float = 1e-2,
+        backend: str = "auto",
         jacobian: str = "auto",
         spectra: int = 1,
         first_step: int = 0,
@@ -107,10 +116,12 @@ class ConditioningMonitor:
         self._heads = None if heads is None else tuple(_validate.count(head, "heads", least=0) for head in heads)
         samples, tokens = _validate.count(samples, "samples"), _validate.count(tokens, "tokens")
         self._sampling = Sampling(samples, tokens, self._heads, _validate.choice(jacobian, "jacobian", METHODS))
-        self._where, self._layouts = where, layouts
+        self._where, self._layouts, self._strict = where, layouts, strict
         self._rtol = _validate.positive(rtol, "rtol")
+        self._backend = _validate.choice(backend, "backend", BACKENDS)
         self._spectra = _validate.count(spectra, "spectra", least=0)
         self._flush_every = _validate.count(flush_every, "flush_every")
+        self._schedule = f"every={every}, layers_per_step={layers_per_step}, heads={self._heads}, spectra={spectra}"
         self._sinks, self._alerts = list(sinks), list(alerts)
         self._step = _validate.count(first_step, "first_step", least=0)
         self.records: deque[Record] = deque(maxlen=_validate.count(capacity, "capacity"))
@@ -194,6 +205,7 @@ class ConditioningMonitor:
 
     def _resolve(self) -> None:
         """Find the heads; again where the model's modules or its weights' shapes have changed."""
+        distributed.reshard(self._model)
         found = find_attention(self._model, where=self._where, layouts=self._layouts, lenient=True)
         self.skipped |= dict(found.skipped) | dict(found.unknown)
         self._layers = found.layers
@@ -205,7 +217,10 @@ class ConditioningMonitor:
                     watched.append(watch(target, self._heads))
                 except Unreadable as why:
                     self.skipped[_name(target)] = str(why)
-        if not watched:
+        shards = [(f"{_name(each.target)}, {self._schedule}", each.target.weight) for each in watched if each.piece]
+        if shards:
+            distributed.check_agreement(shards)
+        if not watched and self._strict:
             reasons = "; ".join(f"{name or 'the model itself'}: {why}" for name, why in self.skipped.items())
             raise NoAttentionFound(
                 f"no attention weight to measure in {type(self._model).__name__} ({reasons or 'no known class'}). Tell "
@@ -219,17 +234,19 @@ class ConditioningMonitor:
             )
         self._watched = watched
         self._queries = {
-            each.target.layer.name: each.kind[0][0] for each in watched if each.target.projection.role == "q"
+            each.target.layer.name: each.kind[0][0]
+            for each in watched
+            if each.target.projection.role == "q" and each.piece is None
         }
         self._plan()
 
     def _plan(self) -> None:
         """Divide the layers into turns, and each turn's projections into groups."""
         names = list(dict.fromkeys(each.target.layer.name for each in self._watched))
-        size = self._layers_per_step or len(names)
+        size = self._layers_per_step or max(len(names), 1)
         self._turns = [set(names[start : start + size]) for start in range(0, len(names), size)]
         self._groups = [
-            groups((each for each in self._watched if each.target.layer.name in turn), self._rtol)
+            groups((each for each in self._watched if each.target.layer.name in turn), self._rtol, self._backend)
             for turn in self._turns
         ]
         rows: dict[torch.device, int] = {}
@@ -241,9 +258,14 @@ class ConditioningMonitor:
         self._ring.allocate({device: number * self._flush_every for device, number in rows.items()})
 
     def _measure(self) -> None:
+        if not self._groups:
+            return
+        turn = self._groups[self._turn % len(self._groups)]
+        if any(group.sharded for group in turn):
+            distributed.reshard(self._model)
         with _aside():
             try:
-                done = [(group, group.measure()) for group in self._groups[self._turn % len(self._groups)]]
+                done = [(group, group.measure()) for group in turn]
             except Unreadable:
                 # The model is not what it was. Nothing of the step has been kept, and this step may read the device.
                 self.flush()
@@ -257,7 +279,7 @@ class ConditioningMonitor:
     def _start(self) -> None:
         """Measure every head once, to know which need float64, and keep the result as that of the first step."""
         with _aside():
-            every = groups(self._watched, self._rtol)
+            every = groups(self._watched, self._rtol, self._backend)
             raw = {id(group): group.measure().cpu().numpy() for group in every}
             wide = {
                 id(each): want
@@ -265,7 +287,7 @@ class ConditioningMonitor:
                 for each, want in zip(group.members, group.wants_wide(raw[id(group)]), strict=True)
             }
             self._revise(wide)
-            for group in groups(self._watched, self._rtol):
+            for group in groups(self._watched, self._rtol, self._backend):
                 self._ready += group.figures(group.measure().cpu().numpy(), self._step)
         self._store_spectra()
         if self._activations_every:
@@ -275,7 +297,7 @@ class ConditioningMonitor:
         """Give float64 to the projections that want it, and follow changes of the model's modules."""
         changed = False
         for each in self._watched:
-            want = wide.get(id(each), each.wide) or each.kind[1] == torch.float64
+            want = wide.get(id(each), each.wide) or each.kind[1] == torch.float64 or each.piece is not None
             changed |= want != each.wide
             each.wide = want
         found = find_attention(self._model, where=self._where, layouts=self._layouts, lenient=True)
@@ -299,7 +321,7 @@ class ConditioningMonitor:
     def _arm(self) -> None:
         """Set the hooks for the next forward pass, on the layers whose turn it is."""
         self._disarm()
-        turn = self._turns[self._turn % len(self._turns)]
+        turn = self._turns[self._turn % len(self._turns)] if self._turns else set()
         self._captures = [
             Capture(layer, self._sampling.within(self._queries[layer.name]))
             for layer in self._layers

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .. import _ops, _torch, _validate
+from .. import _ops, _torch, _validate, distributed
 from .._backend import choose_backend
 from .._status import Status
 from ..heads.layout import LayoutError
@@ -48,8 +48,8 @@ def head_matrices(target: Target) -> Tensor:
     try:
         with state:
             weight = target.weight
-        if any(cls.__name__ == "DTensor" for cls in type(weight).__mro__):
-            raise Unreadable("it is a DTensor, and sharded weights are not measured yet")
+        if distributed.is_sharded(weight):
+            raise Unreadable("it is sharded, and was not")
         _validate.floating(weight, target.name)
         _validate.not_meta(weight, target.name)
         heads = target.projection.view(weight.detach())
@@ -70,6 +70,7 @@ class Watched:
     select : the same as a tensor on the weight's device; None for all.
     kind : (heads stored, short, long), dtype and device of what :func:`head_matrices` gives.
     wide : whether its Gram matrices are formed in float64.
+    piece : this rank's part of a sharded weight, whose Gram matrices are summed over the ranks; None for others.
     """
 
     target: Target
@@ -77,6 +78,7 @@ class Watched:
     select: Tensor | None
     kind: tuple[torch.Size, torch.dtype, torch.device]
     wide: bool
+    piece: distributed.Piece | None = None
 
     @property
     def work(self) -> torch.dtype:
@@ -95,21 +97,50 @@ class Watched:
             raise Unreadable(f"it was {self.kind}, and is {(matrices.shape, matrices.dtype, matrices.device)}")
         return matrices if self.select is None else matrices.index_select(0, self.select)
 
+    def shard(self) -> tuple[distributed.Piece, Any]:
+        """The rank's piece and the DTensor. Raises :class:`Unreadable` where the weight is none any more."""
+        weight = self.target.weight
+        if self.piece is None or not distributed.is_sharded(weight) or weight.dtype != self.kind[1]:
+            raise Unreadable("it was sharded, and is not")
+        return self.piece, weight
+
 
 def watch(target: Target, heads: Sequence[int] | None) -> Watched:
     """The heads of one projection, checked by reading them once. Raises :class:`Unreadable`."""
-    matrices = head_matrices(target)
-    number, short, _ = matrices.shape
-    if matrices.numel() == 0:
+    # Reading a parametrized weight recomputes it, which head_matrices does with care.
+    if not target.parametrized and distributed.is_sharded(target.weight):
+        piece, dtype = _piece(target), target.weight.dtype
+        shape = torch.Size((piece.count, *piece.shape[-2:]))
+        device = torch.device(target.weight.device_mesh.device_type)  # type: ignore[attr-defined]
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+    else:
+        matrices, piece = head_matrices(target), None
+        shape, dtype, device = matrices.shape, matrices.dtype, matrices.device
+    number, short, long = shape
+    if number * short * long == 0:
         raise Unreadable("it has no elements")
     if short > MAX_SHORT:
         raise Unreadable(f"its smaller side is {short}, and above {MAX_SHORT} a head is no work for every step")
     kept = tuple(range(number)) if heads is None else tuple(head for head in heads if head < number)
     if not kept:
         raise Unreadable(f"it has {number} heads, none of them in heads={tuple(heads or ())}")
-    select = torch.tensor(kept, device=matrices.device) if len(kept) < number else None
-    wide = matrices.dtype == torch.float64
-    return Watched(target, kept, select, (matrices.shape, matrices.dtype, matrices.device), wide)
+    select = torch.tensor(kept, device=device) if len(kept) < number else None
+    wide = dtype == torch.float64 or piece is not None
+    return Watched(target, kept, select, (shape, dtype, device), wide, piece)
+
+
+def _piece(target: Target) -> distributed.Piece:
+    try:
+        _validate.floating(target.weight, target.name)
+        if distributed.is_meta(target.weight):
+            raise Unreadable("it is on the meta device and has no values")
+        piece = target.piece
+    except (LayoutError, TypeError, ValueError) as error:
+        raise error if isinstance(error, Unreadable) else Unreadable(str(error)) from error
+    if piece is None or piece.shape[-2] > piece.shape[-1]:
+        raise Unreadable("it is sharded and its heads have more rows than columns")
+    return piece
 
 
 class Place(NamedTuple):
@@ -125,6 +156,7 @@ class Group:
 
     members: list[Watched]
     rtol: float
+    backend: str = "auto"
     vectors: Tensor | None = field(default=None, repr=False)
     terms: int = 0
 
@@ -137,6 +169,10 @@ class Group:
         return self.members[0].kind[2]
 
     @property
+    def sharded(self) -> bool:
+        return self.members[0].piece is not None
+
+    @property
     def rows(self) -> int:
         return sum(len(watched.heads) for watched in self.members)
 
@@ -147,22 +183,37 @@ class Group:
         """
         (_, short, _), _, device = self.members[0].kind
         work = self.members[0].work
-        backend = choose_backend("auto", device, work, short)
-        grams = []
+        backend = choose_backend(self.backend, device, work, short)
         with _torch.full_precision():
-            for watched in self.members:
-                matrices = watched.read().to(backend.device)
-                small = _ops.small_matrix(backend.name, matrices)
-                gram, self.terms = small.gram_terms(
-                    matrices if small.halves and work != torch.float64 else matrices.to(work)
-                )
-                grams.append(gram)
+            grams = self._shared_grams() if self.sharded else self._grams(backend.name, backend.device, work)
             gram = torch.cat(grams) if len(grams) > 1 else grams[0]
+            small = _ops.small_matrix(backend.name, gram)
             rounding = _torch.gram_rounding(gram, self.terms).double()
             values, self.vectors = small.follow(gram, rounding, self.rtol, self.vectors)
             trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).double()
             usable = rounding.isfinite() & (rounding > _torch.smallest_rounding(gram.dtype))
             return torch.cat((torch.where(usable, values, torch.nan), trace[None])).to(device)
+
+    def _grams(self, backend: str, device: torch.device, work: torch.dtype) -> list[Tensor]:
+        grams = []
+        for watched in self.members:
+            matrices = watched.read().to(device)
+            small = _ops.small_matrix(backend, matrices)
+            gram, self.terms = small.gram_terms(
+                matrices if small.halves and work != torch.float64 else matrices.to(work)
+            )
+            grams.append(gram)
+        return grams
+
+    def _shared_grams(self) -> list[Tensor]:
+        """A collective: every rank of the weights' meshes forms the same groups in the same order."""
+        shards = [watched.shard() for watched in self.members]
+        self.terms = distributed.gram_terms(shards[0][1], self.members[0].kind[0][2])
+        grams = distributed.grams(shards)
+        return [
+            gram if watched.select is None else gram.index_select(0, watched.select)
+            for watched, gram in zip(self.members, grams, strict=True)
+        ]
 
     def figures(self, raw: np.ndarray, step: int) -> list[Record]:
         """Records of what :meth:`measure` gave, on the host."""
@@ -210,30 +261,41 @@ class Group:
 _NAMES = {int(status): status.name.lower() for status in Status}
 
 
-def groups(watched: Iterable[Watched], rtol: float) -> list[Group]:
+def groups(watched: Iterable[Watched], rtol: float, backend: str = "auto") -> list[Group]:
     """Projections grouped by shape, dtype, work dtype and device, within the workspace cap."""
     found: dict[tuple, list[Watched]] = {}
     for each in watched:
         (_, short, long), dtype, device = each.kind
-        found.setdefault((short, long, dtype, each.work, device), []).append(each)
+        found.setdefault((short, long, dtype, each.work, device, each.piece is not None), []).append(each)
     result = []
-    for (short, _, _, work, _), members in found.items():
+    for (short, _, _, work, _, _), members in found.items():
         most = max(1, _torch.CHUNK_BYTES // (short * short * work.itemsize))
         part: list[Watched] = []
         for each in members:
             if part and sum(len(other.heads) for other in part) + len(each.heads) > most:
-                result.append(Group(part, rtol))
+                result.append(Group(part, rtol, backend))
                 part = []
             part.append(each)
-        result.append(Group(part, rtol))
+        result.append(Group(part, rtol, backend))
     return result
 
 
 def spectrum_records(watched: Watched, number: int, step: int) -> list[Record]:
-    """Every singular value of the first ``number`` heads measured, by the SVD in float64. Reads the device."""
-    matrices = watched.read()[:number].to("cpu", torch.float64)
+    """Every singular value of the first ``number`` heads measured, by the SVD in float64. Reads the device.
+
+    Of sharded weights, the roots of the Gram matrices' eigenvalues.
+    """
+    if watched.piece is not None:
+        [gram] = distributed.grams([watched.shard()])
+        matrices = (gram if watched.select is None else gram.index_select(0, watched.select))[:number].cpu()
+    else:
+        matrices = watched.read()[:number].to("cpu", torch.float64)
     finite = matrices.isfinite().all(-1).all(-1)
-    values = torch.linalg.svdvals(torch.where(finite[:, None, None], matrices, 0))
+    matrices = torch.where(finite[:, None, None], matrices, 0)
+    if watched.piece is not None:
+        values = torch.linalg.eigvalsh(matrices).flip(-1).clamp_min(0).sqrt()
+    else:
+        values = torch.linalg.svdvals(matrices)
     values[~finite] = math.nan
     layer, label = watched.target.layer.name, watched.target.projection.label
     records = []
