@@ -18,7 +18,7 @@ from conditioned_kernels.bench.tables import markdown as table_markdown
 from conditioned_kernels.heads.support import support_table
 
 from . import soak
-from .experiments.report import readme_text
+from .experiments.report import readme_text, verdict_text
 from .published import PUBLISHED, Published
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,6 +77,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "published": published,
     "soak": soaked,
     "experiments": readme_text,
+    "verdict": verdict_text,
 }
 
 

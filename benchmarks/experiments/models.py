@@ -115,7 +115,7 @@ MODELS: dict[str, Model] = {
         "Swin, widths 32 and 64, 2+2 layers",
         _swin,
         _images,
-        {"img_size": 28, "patch_size": 2, "window_size": 7, "embed_dim": 32, "depths": (2, 2), "num_heads": (2, 4)},
+        {"img_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 32, "depths": (2, 2), "num_heads": (2, 4)},
     ),
     "xcit": Model(
         "XCiT, width 64, 3+1 layers, 4 heads",

@@ -50,6 +50,18 @@ def readme_text(folder: Path = RESULTS) -> str:
     )
 
 
+def verdict_text(folder: Path = RESULTS) -> str:
+    """The one sentence near the top of the repository's README."""
+    found = summaries(folder)
+    if not found:
+        return "Does it help training? The paper reports that it does; no suite of this package is finished yet."
+    return (
+        "Does it help training? The paper reports that it does, on vision models, BERT and long sequences. In this "
+        f"package's own small experiments, against the models' own initialization, it is {_verdicts(found)}. "
+        "[Below](#does-it-help-training): which variant to take for which kind of model, and where the evidence ends."
+    )
+
+
 def full_text(found: Sequence[Summary]) -> str:
     """All tables, for the results folder."""
     parts = [
@@ -175,19 +187,22 @@ def _beside_the_paper(found: Sequence[Summary]) -> str:
 
 
 def _conclusions(found: Sequence[Summary]) -> list[str]:
-    verdicts = {word: [] for word in ("better", "worse", "no difference shown")}
-    for summary in found:
-        verdicts.setdefault(summary.verdict("conditioned"), []).append(_name(summary))
     lines = [
         "- The paper finds its initialization (conditioned, block) ahead of the default on every task. Here it is "
-        f"better on: {'; '.join(verdicts['better']) or 'none'}; worse on: {'; '.join(verdicts['worse']) or 'none'}; "
-        f"no difference is shown on: {'; '.join(verdicts['no difference shown']) or 'none'}."
+        f"{_verdicts(found)}."
     ]
     lines += [line for summary in found if (line := _rank_line(summary))]
     table = _contrasts(found)
     return ["**What agrees with the paper and what does not.**\n\n" + "\n".join(lines)] + (
         ["What makes the difference, one thing at a time:\n\n" + table] if table else []
     )
+
+
+def _verdicts(found: Sequence[Summary]) -> str:
+    """On which suites the paper's initialization is better, worse, and neither, by the rule."""
+    words = {"better": "better on", "worse": "worse on", "no difference shown": "not shown to differ on"}
+    by_word = {word: [_name(summary) for summary in found if summary.verdict("conditioned") == word] for word in words}
+    return "; ".join(f"{words[word]} {', '.join(names)}" for word, names in by_word.items() if names)
 
 
 def _rank_line(summary: Summary) -> str:
@@ -246,9 +261,9 @@ def _limits(found: Sequence[Summary]) -> str:
 def _name(summary: Summary) -> str:
     """Short, and of two suites on one model and task the steps too."""
     suite = summary.suite
-    name = f"{MODELS[suite.model].title.split(',')[0]}, {TASKS[suite.task].title}"
+    name = f"{MODELS[suite.model].title.split(',')[0]} on {TASKS[suite.task].title}"
     twins = [other for other in SUITES.values() if (other.task, other.model) == (suite.task, suite.model)]
-    return f"{name}, {suite.steps} steps" if len(twins) > 1 else name
+    return f"{name} ({suite.steps} steps)" if len(twins) > 1 else name
 
 
 def _value(summary: Summary, interval: Interval) -> str:

