@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 100
+LIMIT = 240
 """Seconds after which a group counts as hung."""
 
 GROUP_TIMEOUT = 20

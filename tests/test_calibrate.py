@@ -217,6 +217,14 @@ def test_a_layer_that_is_not_covered_is_named_and_nothing_is_written(batch):
     assert len(ck.calibrate_gain(model, batch, where=lambda name, _: name == "layers.0").layers) == 1
 
 
+def test_sharded_weights_are_refused(batch, monkeypatch):
+    from conditioned_kernels.initialize.apply import Target
+
+    monkeypatch.setattr(Target, "piece", property(lambda target: "a part of it"))
+    with pytest.raises(ValueError, match=r"layers\.0\.in_proj_weight is sharded"):
+        ck.calibrate_gain(Stack(), batch)
+
+
 def test_wrong_arguments_are_named(batch):
     model = Stack(1)
     with pytest.raises(TypeError, match="model must be"):

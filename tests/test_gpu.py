@@ -130,6 +130,36 @@ def test_same_bits_every_time_and_for_every_batch() -> None:
         assert torch.equal(_ops.gram_factor(many, "polar")[0], first.repeat(16, 1, 1))
 
 
+@pytest.mark.parametrize("backend", ["extension", "triton"])
+def test_f18_the_monitor_never_waits_on_ordinary_steps(backend: str) -> None:
+    """Field report F18; tests/test_monitor.py asks the dispatcher the same without a GPU."""
+    from torch import nn
+
+    if backend == "triton":
+        pytest.importorskip("triton")
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(128, 4, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).cuda()
+    monitor = ck.ConditioningMonitor(model, backend=backend, layers_per_step=2)
+    monitor.step()  # compiles
+    monitor.flush()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            monitor.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    records = [record for record in monitor.flush() if record.step > 1]
+    assert {record.step for record in records} == set(range(2, 7))
+    heads = {f"layers.{i}.self_attn": model.layers[i].self_attn.in_proj_weight.view(3, 4, 32, 128) for i in range(3)}
+    for record in records:
+        weight = heads[record.layer]["qkv".index(record.projection), record.head]
+        kappa = float(torch.linalg.cond(weight.detach().double()))
+        assert record.low <= kappa * (1 + 1e-9) and kappa <= record.high * (1 + 1e-9)
+        assert abs(record.kappa / kappa - 1) <= 1e-2
+
+
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_compute_sanitizer(tool: str) -> None:
     sanitizer = shutil.which("compute-sanitizer")

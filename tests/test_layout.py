@@ -20,12 +20,14 @@ from conditioned_kernels.heads import (
     LayoutError,
     Sections,
     Separate,
+    from_shard,
     shard_views,
     support_rows,
     support_table,
 )
 from conditioned_kernels.heads.layout import from_views
 from conditioned_kernels.initialize.apply import resolve
+from conditioned_kernels.initialize.conditioned import identity_heads
 
 from .models import deepseek, falcon, hf, torch_attention
 
@@ -440,3 +442,73 @@ def test_the_support_table_has_a_row_per_class() -> None:
     moved = next(row for row in rows if row.module == "timm.models.vision_transformer")
     assert moved.installed == "yes" or moved.installed.startswith("no, ")
     assert math.prod(len(row.cls) for row in rows) > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "heads", "kv_heads", "size"),
+    [
+        ("blocked", 4, 4, 3),
+        ("per_head", 4, 4, 4),
+        ("per_group", 8, 2, 4),
+        ("per_shard", 8, 4, 2),
+        ("per_shard", 8, 2, 4),
+    ],
+)
+def test_b21_b22_plain_parts_get_what_the_whole_weight_gets(layout: str, heads: int, kv_heads: int, size: int) -> None:
+    """B21, B22: by rank, world and arrangement; heads cut between ranks, and ranks without K/V heads, included."""
+    count = {"q": heads, "k": kv_heads, "v": kv_heads}
+    numbers = {"heads": heads, "head_dim": 4, "kv_heads": kv_heads, "tp_size": size, "layout": layout}
+
+    class Part(nn.Module):
+        def __init__(self, rank: int, rows: int) -> None:
+            super().__init__()
+            self.weight, self.rank = nn.Parameter(torch.randn(rows, 24)), rank
+
+    def local(module: nn.Module) -> tuple:
+        return from_shard("weight", tp_rank=module.rank, **numbers)
+
+    # The stream's key has the parameter's name, so the oracle draws by it directly.
+    expected = {
+        "q": ck.semi_orthogonal((heads, 4, 24), key="weight", role="q"),
+        "k": ck.semi_orthogonal((kv_heads, 4, 24), key="weight", role="k"),
+        "v": identity_heads(torch.empty(kv_heads, 4, 24)),
+    }
+    order = {
+        "blocked": [(role, head) for role in "qkv" for head in range(count[role])],
+        "per_head": [(role, head) for head in range(heads) for role in "qkv"],
+        "per_group": [
+            slot
+            for group in range(kv_heads)
+            for slot in (
+                *(("q", group * heads // kv_heads + i) for i in range(heads // kv_heads)),
+                ("k", group),
+                ("v", group),
+            )
+        ],
+    }
+    seen = {role: set() for role in "qkv"}
+    for rank in range(size):
+        if layout == "per_shard":
+            mine = [("q", rank * heads // size + i) for i in range(heads // size)]
+            if kv_heads >= size:
+                mine += [(role, rank * kv_heads // size + i) for role in "kv" for i in range(kv_heads // size)]
+            elif rank % (size // kv_heads) == 0:
+                mine += [(role, rank * kv_heads // size) for role in "kv"]
+            rows = torch.cat([expected[role][head] for role, head in mine])
+        else:
+            stacked = torch.cat([expected[role][head] for role, head in order[layout]])
+            rows = stacked.chunk(size)[rank]
+        module = Part(rank, len(rows))
+        report = ck.conditioned_(module, layouts={Part: local})
+        assert torch.equal(module.weight, rows), (layout, rank)
+        verdict = ck.verify(module, report, layouts={Part: local})
+        assert verdict, str(verdict)
+        for entry in verdict.measured:
+            seen[entry.role] |= set(entry.measured)
+        with pytest.raises(ValueError, match="gain='preserve' needs the norm of the whole"):
+            ck.conditioned_(module, gain="preserve", layouts={Part: local})
+        with torch.no_grad():
+            module.weight.mul_(2)
+        assert not ck.verify(module, report, layouts={Part: local})
+    if layout != "blocked":  # whose three parts cut heads
+        assert all(seen[role] == set(range(count[role])) for role in "qkv" if count[role] >= size or role == "q")

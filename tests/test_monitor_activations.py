@@ -196,7 +196,7 @@ def test_f08_nothing_is_kept_alive() -> None:
 
     def tensors() -> int:
         gc.collect()
-        return sum(isinstance(each, Tensor) for each in gc.get_objects())
+        return sum(issubclass(type(each), Tensor) for each in gc.get_objects())  # some proxies warn when asked
 
     counts = []
     for part in range(4):
@@ -471,6 +471,7 @@ def test_the_monitor_is_a_context_and_leaves_no_hooks_when_training_fails() -> N
     model = encoder()
     with pytest.raises(ZeroDivisionError), watch(model, spectra=1) as monitor:
         assert hooks(model) == 2
+        encoder_loss(model, 0)
         monitor.step()
         raise ZeroDivisionError
     assert hooks(model) == 0

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from conditioned_kernels.monitor import ConditioningMonitor, Record, pictures
 from conditioned_kernels.monitor.run_report import run_html
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +43,26 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def report(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "conditioned_kernels", "report", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+@pytest.fixture
+def report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+    """Run the command; returns (exit code, standard error)."""
+    cli = pytest.importorskip("conditioned_kernels.cli", reason="the command line's libraries are not installed")
+
+    def call(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["conditioned-kernels", "report", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        return int(stopped.value.code or 0), capsys.readouterr().err
+
+    return call
 
 
-def test_the_command_writes_one_self_contained_page(run: Path, tmp_path: Path) -> None:
+def test_the_command_writes_one_self_contained_page(
+    run: Path, tmp_path: Path, report: Callable[..., tuple[int, str]]
+) -> None:
     page = tmp_path / "page.html"
-    done = report(run, "--out", page)
-    assert done.returncode == 0, done.stderr
+    code, error = report(run, "--out", page)
+    assert code == 0, error
     text = page.read_text(encoding="utf-8")
     assert not re.search(r"""(src|href)\s*=\s*(?!["']?data:)|url\(|@import|<script""", text)
     assert text.count("data:image/png;base64,") == 4
@@ -60,10 +71,11 @@ def test_the_command_writes_one_self_contained_page(run: Path, tmp_path: Path) -
     assert "Attention Jacobian" in text and "layers.1.self_attn" in text and "zero matrix" in text
     records = read_records(run)
     assert f"{len(records)} records of 3 attention layers, from step 0 to step 8" in text
-    assert report(run, "--out", page).returncode == 2
-    assert report(run, "--out", page, "--force").returncode == 0
-    missing = report(run / "nothing.jsonl")
-    assert missing.returncode == 2 and "nothing.jsonl" in missing.stderr
+    code, error = report(run, "--out", page)
+    assert code == 2 and "--force" in error
+    assert report(run / "run.jsonl", "--out", page, "--force")[0] == 0
+    code, error = report(run / "nothing.jsonl")
+    assert code == 2 and "nothing.jsonl" in error
 
 
 def test_pictures_show_the_records(run: Path) -> None:

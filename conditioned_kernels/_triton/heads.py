@@ -145,4 +145,6 @@ def table(source: Heads | Samples | None = None, target: Heads | None = None) ->
         rows[:, 2], rows[:, 3] = source.keys, source.heads
     if target is not None:
         rows[:, 1] = target.offsets
-    return rows.to(some.device)
+    if some.device.type == "cuda":
+        rows = rows.pin_memory()  # so that the copy does not wait for the device
+    return rows.to(some.device, non_blocking=True)

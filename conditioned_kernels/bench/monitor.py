@@ -1,115 +1,119 @@
-"""What watching every head costs: the monitor's step beside a training step of the same model, and beside torch's cond."""
+"""What watching a training run costs per step: ConditioningMonitor beside linalg on the same weights, and the step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib.util import find_spec
+import gc
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..heads import find_attention
-from ..initialize.apply import resolve
+from ..condition import condition_number
 from ..monitor import ConditioningMonitor, Record
-from .case import KAPPA, Case, Contestant, Errors, Skipped
+from .case import KAPPA, Case, Contestant, Errors, Skipped, Work
+from .peers import missing
 from .shapes import SHAPES
-from .tables import OURS
+from .stack import layout, stack, views
+from .tables import OURS, TORCH_BACKEND
 
+LOSS = "loss - loss"
+"""Zero for a finite loss, NaN for any other: a training step is no measurement and has no error."""
+STEP = "a training step of GPT-2 small, 2x128 tokens"
 RTOL = 1e-2
-"""The monitor's default."""
-
-TARGETS = {None: {"training step": 25.0, "linalg.cond": 8.0}, 1: {"training step": 200.0}}
-"""By ``layers_per_step``: at most 4 % of a training step for all heads, 0.5 % for one layer's."""
 
 
-def monitor_cases(device: torch.device) -> list[Case]:
-    """All heads at every step, and the layers in turn."""
+def monitor_contestants(layers_per_step: int | None, device: torch.device) -> tuple[Contestant | Skipped, ...]:
+    """One step of the monitor, warm, against the singular values of what it looks at."""
     shape = SHAPES["gpt2"]
-    heads = shape.layers * (shape.q + 2 * shape.kv)
-    what = {None: f"all {heads} heads", 1: f"one layer of {shape.layers} in turn"}
-    return [
-        Case(
-            f"monitor {shape.name}, {what[layers]}",
-            f"monitor step, {what[layers]} of {shape.width}x{shape.head_dim}, float32 ({shape.name}; training step of "
-            "2 x 128 tokens, AdamW)",
-            lambda layers=layers: contestants(layers, device),  # type: ignore[misc]
-            {KAPPA: RTOL},
-            TARGETS[layers],
-            group="monitor",
-            source=shape.source,
-            device=device.type,
-        )
-        for layers in what
-    ]
+    model = stack(shape, shape.layers, device)
+    weights = torch.cat([view for layer in model for view in views(layer).values()])
+    exact = torch.linalg.cond(weights.cpu().double()).to(device)
+    looked_at = weights if layers_per_step is None else weights[: layers_per_step * (shape.q + 2 * shape.kv)]
+    layouts = {type(layer): layout for layer in model}
+    watch = partial(ConditioningMonitor, model, layers_per_step=layers_per_step, layouts=layouts, rtol=RTOL, spectra=0)
+    monitor, plain = watch(), watch(backend="torch")
+    names = {name: at for at, name in enumerate(model_layers(monitor))}
+
+    def off(record: Record) -> float:
+        before = {"q": 0, "k": shape.q, "v": shape.q + shape.kv}[record.projection]
+        kappa = float(exact[names[record.layer] * (shape.q + 2 * shape.kv) + before + record.head])
+        return abs(record.kappa / kappa - 1) if record.low <= kappa <= record.high else math.inf
+
+    def figures(watching: ConditioningMonitor) -> Callable[[object], Errors]:
+        def error(_: object) -> Errors:
+            records = [record for record in watching.flush() if record.head >= 0]
+            return {KAPPA: max(map(off, records))} if records else {}
+
+        return error
+
+    def values(got: Tensor) -> Errors:
+        return {KAPPA: float((got / exact[: len(got)] - 1).abs().max())}
+
+    return (
+        Contestant("ConditioningMonitor.step", monitor.step, figures(monitor)),
+        Contestant(TORCH_BACKEND, plain.step, figures(plain)),
+        Contestant(
+            f"{OURS}, condition_number without the last step's vectors",
+            lambda: condition_number(looked_at, rtol=RTOL).kappa,
+            values,
+        ),
+        Contestant("linalg.cond", lambda: torch.linalg.cond(looked_at), values),
+        training_step(device),
+    )
 
 
-def contestants(layers_per_step: int | None, device: torch.device) -> tuple[Contestant | Skipped, ...]:
-    """The monitor on both backends, cond of the same weights, and the training step they are measured against."""
-    if find_spec("transformers") is None:
-        return (Skipped("monitor.step", "transformers, whose GPT-2 is trained here, is not installed"),)
-    model, train = training(device)
-    weights = torch.cat([target.heads.flatten(0, -3) for target in resolve(find_attention(model))]).contiguous()
-
-    def step(monitor: ConditioningMonitor) -> Callable[[], ConditioningMonitor]:
-        def run() -> ConditioningMonitor:
-            monitor.step()
-            return monitor
-
-        return run
-
-    def watch(**options: Any) -> ConditioningMonitor:
-        return ConditioningMonitor(model, rtol=RTOL, layers_per_step=layers_per_step, spectra=0, **options)
-
-    found = [
-        Contestant("monitor.step", step(watch()), errors(model)),
-        Contestant(f"{OURS}, torch backend", step(watch(backend="torch")), errors(model)),
-    ]
-    if layers_per_step is None:
-        exact = torch.linalg.cond(weights.double().cpu())
-        found.append(
-            Contestant(
-                "linalg.cond",
-                lambda: torch.linalg.cond(weights),
-                lambda got: {KAPPA: float((got.double().cpu() / exact - 1).abs().max())},
-            )
-        )
-    return (*found, Contestant("training step", train, lambda _: {}))
+def model_layers(monitor: ConditioningMonitor) -> Sequence[str]:
+    """Names of the layers a monitor watches, in the model's order."""
+    return list(dict.fromkeys(record.layer for record in monitor.flush() if record.head >= 0))
 
 
-def errors(model: nn.Module) -> Callable[[ConditioningMonitor], Errors]:
-    """Of the monitor's newest records, against float64."""
-
-    def off(record: Record, kappa: dict[tuple[str, str], Tensor]) -> float:
-        true = float(kappa[record.layer, record.projection][record.head])
-        held = record.low <= true * (1 + 1e-12) and true * (1 - 1e-12) <= record.high
-        return abs(record.kappa / true - 1) if held else float("inf")
-
-    def of(monitor: ConditioningMonitor) -> Errors:
-        kappa = {
-            (target.layer.name, target.projection.label): torch.linalg.cond(target.heads.double().cpu())
-            for target in resolve(find_attention(model))
-        }
-        newest = [record for record in monitor.flush() if record.step == monitor.current_step]
-        return {KAPPA: max(off(record, kappa) for record in newest)}
-
-    return of
-
-
-def training(device: torch.device) -> tuple[nn.Module, Callable[[], None]]:
-    """GPT-2 small from its configuration, and one step of its training that leaves the weights as they are."""
+def training_step(device: torch.device) -> Contestant | Skipped:
+    """Forward, backward and AdamW on 2 x 128 random tokens, of the model transformers has under that name."""
+    if why := missing("transformers"):
+        return Skipped(STEP, why)
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = GPT2LMHeadModel(GPT2Config()).to(device)
-    # A rate of zero keeps the weights, so that every contestant measures the same; the work is the same.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
-    tokens = torch.arange(256, device=device).view(2, 128)
+    gc.collect()
+    model: Any = GPT2LMHeadModel(GPT2Config())
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, 50257, (2, 128), device=device)
 
-    def train() -> None:
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
+    def step() -> Any:
         optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
 
-    return model, train
+    def finite(loss: Tensor) -> Errors:
+        return {LOSS: float(loss - loss)}
+
+    return Contestant(STEP, step, finite, {LOSS: 0.0}, "what is watched")
+
+
+def cases(device: torch.device) -> list[Case]:
+    """A step that looks at one layer, as one would leave it on, and one that looks at all."""
+    shape = SHAPES["gpt2"]
+    per_layer = (shape.q + 2 * shape.kv) * shape.head_dim * shape.width
+
+    def case(name: str, what: str, layers: int | None, targets: dict[str, float]) -> Case:
+        elements = per_layer * (shape.layers if layers is None else layers)
+        make: Callable[[], tuple[Contestant | Skipped, ...]] = partial(monitor_contestants, layers, device)
+        return Case(
+            name,
+            f"a step of the monitor on GPT-2 small, {what}, heads of {shape.width}x{shape.head_dim}, float32",
+            make,
+            {KAPPA: RTOL},
+            targets if device.type == "cpu" else {},
+            work=Work(4 * elements, 2 * elements * shape.head_dim, torch.float32),
+            source=shape.source,
+        )
+
+    return [
+        case("monitor layer", "one layer of 12 per step", 1, {"linalg.cond": 8, STEP: 200}),
+        case("monitor all", "all 432 heads", None, {"linalg.cond": 8, STEP: 25}),
+    ]

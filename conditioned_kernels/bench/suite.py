@@ -16,11 +16,12 @@ from ..condition import ConditionEstimate, condition_number
 from ..initialize import conditioned_
 from ..orthogonalize import orthogonalize, semi_orthogonal_
 from ..sampling import philox_normal, stream_key
-from . import peers
+from . import jacobian, monitor, peers
 from .case import INVERSE_KAPPA, KAPPA, MOMENT, POLAR, QR, RESIDUAL, SIGMA, TOP, Case, Contestant, Errors, Skipped, Work
 from .shapes import SHAPES, Shape
 from .spectra import SPECTRA
-from .tables import OURS
+from .stack import Attention, layout, stack, views
+from .tables import OURS, TORCH_BACKEND
 
 Group = Callable[[torch.device], list[Case]]
 
@@ -31,7 +32,6 @@ AMPLIFIED = {"kappa 1e3": 100.0}
 REFERENCES = (8, 512)
 """Heads compared with a float64 factor, and with float64 singular values, both made on the CPU; one head's result does
 not depend on the others."""
-TORCH_BACKEND = f"{OURS}, torch backend"
 
 
 class Row(NamedTuple):
@@ -208,41 +208,14 @@ def sample_contestants(number: int, device: torch.device) -> tuple[Contestant | 
     )
 
 
-class Attention(nn.Module):
-    """The Q, K and V projections of one layer, as nn.Linear stores them."""
-
-    def __init__(self, shape: Shape, device: torch.device) -> None:
-        super().__init__()
-        sizes = {"q": shape.q, "k": shape.kv, "v": shape.kv}
-        self.heads = sizes
-        self.roles = nn.ModuleDict(
-            {
-                role: nn.Linear(shape.width, heads * shape.head_dim, bias=False, device=device)
-                for role, heads in sizes.items()
-            }
-        )
-
-    def views(self) -> dict[str, Tensor]:
-        """Heads of every role: (heads, head_dim, width)."""
-        return {role: linear.weight.detach().unflatten(0, (self.heads[role], -1)) for role, linear in self.weights()}
-
-    def weights(self) -> Any:
-        """(role, linear layer) of Q, K and V."""
-        return self.roles.items()
-
-
-def _layout(module: Any) -> dict[str, Tensor]:
-    return {role: linear.weight.unflatten(0, (module.heads[role], -1)) for role, linear in module.weights()}
-
-
 def model_contestants(shape: Shape, layers: int, device: torch.device) -> tuple[Contestant | Skipped, ...]:
     """Algorithm 1 on Q, K and V of so many layers, by ours and by hand."""
-    model = nn.ModuleList(Attention(shape, device) for _ in range(layers))
+    model = stack(shape, layers, device)
 
     def by_hand(draw: Callable[[Tensor], Any], measured: bool = False) -> Callable[[], None]:
         def run() -> None:
             for layer in model:
-                q, k, v = layer.views().values()  # type: ignore[operator]
+                q, k, v = views(layer).values()
                 draw(q)
                 draw(k)
                 for head in v:
@@ -264,11 +237,11 @@ def model_contestants(shape: Shape, layers: int, device: torch.device) -> tuple[
         nn.init.orthogonal_(heads.flatten(0, 1))
 
     def error(_: object) -> Errors:
-        every = [view for layer in model for view in layer.views().values()]  # type: ignore[operator]
+        every = [view for layer in model for view in views(layer).values()]
         return {SIGMA: max(float((torch.linalg.svdvals(view.double()) - 1).abs().max()) for view in every)}
 
     return (
-        Contestant("conditioned_, with its report", lambda: conditioned_(model, layouts={Attention: _layout}), error),
+        Contestant("conditioned_, with its report", lambda: conditioned_(model, layouts={Attention: layout}), error),
         Contestant("orthogonal_ loop and linalg.cond", by_hand(loop, measured=True), error),
         Contestant("orthogonal_ loop", by_hand(loop), error, note="no report"),
         Contestant("randn + linalg.svd, U Vᵀ (Algorithm 1)", by_hand(svd), error, note="no report"),
@@ -468,6 +441,8 @@ GROUPS: dict[str, Group] = {
     "semi_orthogonal": semi_orthogonal_cases,
     "condition_number": condition_cases,
     "model": model_cases,
+    "monitor": monitor.cases,
+    "jacobian": jacobian.cases,
     "stages": stage_cases,
     "checkpoint": checkpoint_cases,
 }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Record = Mapping[str, Any]
 OURS = "the same"
+TORCH_BACKEND = f"{OURS}, torch backend"
 """How the name of a contestant begins that is ours too, such as another backend."""
 WORDS = ("remark", "the fastest other", "targets")
 """Columns of words behind columns of numbers."""
@@ -17,7 +18,7 @@ class Table(NamedTuple):
 
     title: str
     columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     words: int = 1
 
 

@@ -18,7 +18,7 @@ from .layout import (
 )
 from .mechanics import MECHANICS, Mechanics, attention_heads
 from .probe import ProbeReport, probe
-from .shards import shard_views
+from .shards import from_shard, shard_views
 from .support import support_rows, support_table
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "Separate",
     "attention_heads",
     "find_attention",
+    "from_shard",
     "probe",
     "register_layout",
     "shard_views",

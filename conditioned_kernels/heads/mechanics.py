@@ -35,7 +35,7 @@ class Mechanics:
     read : turns the module, its call and this row into a :class:`Reading`.
     x, memory, mask, memory_mask, bias : names of arguments: the tokens, those of keys and values, the mask, the mask
         where there is memory, and what is added to the logits. "" for none.
-    scale : attribute with the logits' scale.
+    scale : attribute with the logits' scale; "" for 1 / sqrt(head_dim).
     rope : "" for none; "halves" pairs coordinate i with i + rotated / 2, "pairs" and "pairs, stored in halves" pair
         2i with 2i + 1.
     softcap : attribute with the soft cap.
@@ -207,7 +207,7 @@ def _refuse_cache(module: nn.Module, call: Call, cross: bool) -> None:
 
 
 def _transformers_mask(module: nn.Module, call: Call, mask: object, memory: Tensor | None) -> Tensor | None:
-    """The mask as the attention interface takes it: None may mean causal, and 2-D is padding for a flash kernel."""
+    """The mask as the attention interface takes it: None may mean causal or a window, 2-D is padding."""
     kind = getattr(getattr(module, "config", None), "_attn_implementation", None) or "eager"
     causal = call.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -220,12 +220,13 @@ def _transformers_mask(module: nn.Module, call: Call, mask: object, memory: Tens
     if mask is not None and mask.ndim != 2:
         raise NoJacobian(f"its mask has {mask.ndim} dimensions, and 2 or 4 are covered")
     kept = None if mask is None else mask.bool()[:, None, None, :]
-    if kind == "eager" or not causal or tokens == 1:
-        return kept
     window = getattr(module, "sliding_window", getattr(getattr(module, "config", None), "sliding_window", None))
+    if kind == "eager" or tokens == 1 or (window is None and not causal):
+        return kept
     position = torch.arange(keys, device=x.device)
     distance = position[:tokens, None] - position
-    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    reach = keys if window is None else window
+    seen = (distance < reach) & (distance >= 0 if causal else distance > -reach)
     return seen if kept is None else kept & seen
 
 
@@ -319,8 +320,13 @@ def _timm_window(module: nn.Module, call: Call, row: Mechanics) -> Reading:
     return Reading(x, mask=bias, scale=_number(module, row.scale))
 
 
+def _timm_class(module: nn.Module, call: Call, row: Mechanics) -> Reading:
+    """Class attention: the first token alone asks, all tokens answer."""
+    return Reading(call["x"][:, :1], call["x"], scale=_number(module, row.scale))
+
+
 def _number(module: nn.Module, path: str) -> float | None:
-    value = attribute(module, path)
+    value = attribute(module, path) if path else None
     if value is not None and not isinstance(value, float | int):
         raise NoJacobian(f"{path} is a {type(value).__name__}, expected a number")
     return None if value is None else float(value)
@@ -450,6 +456,8 @@ MECHANICS: tuple[Mechanics, ...] = (
         refused=(("bias_k", "its extra key and value belong to no token"), ("add_zero_attn", "it adds a zero key")),
     ),
     Mechanics(("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention"), _timm, scale="scale"),
+    Mechanics(("timm.models.davit.WindowAttention",), _timm, scale="scale"),
+    Mechanics(("timm.models.cait.ClassAttn",), _timm_class, scale="scale"),
     Mechanics(("timm.models.swin_transformer.WindowAttention",), _timm_window, scale="scale"),
     # transformers, encoders.
     _hf("bert", "BertSelfAttention"),
@@ -462,6 +470,8 @@ MECHANICS: tuple[Mechanics, ...] = (
     _hf("electra", "ElectraCrossAttention", memory="encoder_hidden_states"),
     _hf("albert", "AlbertAttention"),
     _hf("distilbert", "DistilBertSelfAttention"),
+    _hf("mpnet", "MPNetSelfAttention", bias="position_bias", scale=""),
+    _hf("modernbert", "ModernBertAttention", scale="", **_ROTARY),
     _hf("vit", "ViTAttention"),
     _hf("deit", "DeiTAttention"),
     _hf("dinov2", "Dinov2Attention"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 from torch import Tensor
 
-from .layout import LayoutError, as_matrix, divide
+from ..distributed import Piece
+from .layout import LayoutError, Projection, as_matrix, divide
 
 ARRANGEMENTS = ("blocked", "per_head", "per_group", "per_shard")
 
@@ -45,6 +49,88 @@ def shard_views(
         for an unknown layout, numbers that do not fit, a shard of another shape, or a head cut by the end of a shard,
         which has to be gathered first.
     """
+    matrix = as_matrix(shard)
+    slots, start = _slots(matrix.shape[0], heads, head_dim, tp_rank, tp_size, layout, kv_heads)
+    views: dict[str, dict[int, Tensor]] = {"q": {}, "k": {}, "v": {}}
+    for slot, (role, head) in enumerate(slots):
+        first = slot * head_dim - start
+        if first + head_dim <= 0 or first >= matrix.shape[0]:
+            continue
+        if first < 0 or first + head_dim > matrix.shape[0]:
+            raise LayoutError(
+                f"head {head} of {role!r} is cut between ranks (tp_rank={tp_rank}, tp_size={tp_size}, "
+                f"layout={layout!r}); from_shard can write a part of a head"
+            )
+        views[role][head] = matrix.narrow(0, first, head_dim)
+    return views
+
+
+def from_shard(
+    parameter: str, *, heads: int, head_dim: int, tp_rank: int, tp_size: int, layout: str, kv_heads: int = 0
+) -> tuple[Projection, ...]:
+    """What a layout function returns for a module that has one rank's plain part of a fused query/key/value weight.
+
+    Every rank then writes its part of the heads that the unsharded weight would get; a head cut between ranks is drawn
+    by both. Nothing is communicated, so ``verify`` measures the heads that are here as a whole.
+
+    Parameters
+    ----------
+    parameter : the weight's name relative to the module. Streams are keyed by its name in the model, so that has to be
+        the same on all ranks.
+    Others as :func:`shard_views`.
+
+    Raises
+    ------
+    LayoutError
+        as :func:`shard_views`, but not for cut heads; when the weight is used.
+    """
+    counts = {"q": heads, "k": kv_heads or heads, "v": kv_heads or heads}
+    return tuple(
+        Projection(role, parameter, ShardView(role, number, heads, head_dim, tp_rank, tp_size, layout, kv_heads))
+        for role, number in counts.items()
+    )
+
+
+@dataclass(frozen=True)
+class ShardView:
+    """The heads of one role in one rank's part of a fused weight: only in parts, so a :class:`Piece` and no view."""
+
+    role: str
+    number: int
+    heads: int
+    head_dim: int
+    tp_rank: int
+    tp_size: int
+    layout: str
+    kv_heads: int
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        raise LayoutError("a rank's plain part of a weight has no view of whole heads; gather the weight first")
+
+    def piece(self, weight: Tensor) -> Piece:
+        """Which rows of the role's heads are here, and where."""
+        matrix = as_matrix(weight)
+        rows, columns = matrix.shape
+        if not weight.is_contiguous():
+            raise LayoutError(f"a rank's part of a weight must be contiguous, got strides {weight.stride()}")
+        slots, start = _slots(rows, self.heads, self.head_dim, self.tp_rank, self.tp_size, self.layout, self.kv_heads)
+        place = np.full((self.number, self.head_dim), -1)
+        for slot, (role, head) in enumerate(slots):
+            if role == self.role:
+                at = slot * self.head_dim - start + np.arange(self.head_dim)
+                place[head] = np.where((at >= 0) & (at < rows), at * columns, -1)
+        shape, flat = (self.number, self.head_dim, columns), place.reshape(-1)
+        return Piece(shape, flat, np.arange(columns), np.zeros_like(flat))
+
+
+Slots = list[tuple[str, int]]
+"""(role, head) in the order of the rows."""
+
+
+def _slots(
+    rows: int, heads: int, head_dim: int, tp_rank: int, tp_size: int, layout: str, kv_heads: int
+) -> tuple[Slots, int]:
+    """The heads in the order of the rows that a rank's part is cut from, and its first row among them."""
     kv_heads = kv_heads or heads
     if layout not in ARRANGEMENTS:
         raise LayoutError(f"layout must be one of {', '.join(map(repr, ARRANGEMENTS))}, got {layout!r}")
@@ -55,34 +141,18 @@ def shard_views(
     group = divide(heads, kv_heads, "heads per K/V head")
     if layout == "per_shard":
         mine = _own_block(heads, kv_heads, tp_rank, tp_size)
-        start, rows = 0, len(mine) * head_dim
+        start, expected = 0, len(mine) * head_dim
     else:
         mine = _whole(layout, heads, kv_heads, group)
-        rows = divide(len(mine) * head_dim, tp_size, "rows of the fused weight per rank")
-        start = tp_rank * rows
-    matrix = as_matrix(shard)
-    if matrix.shape[0] != rows:
+        expected = divide(len(mine) * head_dim, tp_size, "rows of the fused weight per rank")
+        start = tp_rank * expected
+    if rows != expected:
         raise LayoutError(
-            f"shard must have {rows} rows for layout={layout!r}, heads={heads}, kv_heads={kv_heads}, "
-            f"head_dim={head_dim}, tp_rank={tp_rank} of {tp_size}, got {matrix.shape[0]}; K/V heads repeated on "
+            f"shard must have {expected} rows for layout={layout!r}, heads={heads}, kv_heads={kv_heads}, "
+            f"head_dim={head_dim}, tp_rank={tp_rank} of {tp_size}, got {rows}; K/V heads repeated on "
             "several ranks are not known here, so give each rank's part as a layout of your own (register_layout)"
         )
-    views: dict[str, dict[int, Tensor]] = {"q": {}, "k": {}, "v": {}}
-    for slot, (role, head) in enumerate(mine):
-        first = slot * head_dim - start
-        if first + head_dim <= 0 or first >= rows:
-            continue
-        if first < 0 or first + head_dim > rows:
-            raise LayoutError(
-                f"head {head} of {role!r} is cut between ranks (tp_rank={tp_rank}, tp_size={tp_size}, "
-                f"layout={layout!r}); gather the weight and initialize it whole"
-            )
-        views[role][head] = matrix.narrow(0, first, head_dim)
-    return views
-
-
-Slots = list[tuple[str, int]]
-"""(role, head) in the order of the rows."""
+    return mine, start
 
 
 def _whole(layout: str, heads: int, kv_heads: int, group: int) -> Slots:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
@@ -288,7 +288,9 @@ def sigma_tolerance(dtype: torch.dtype) -> float:
     return {torch.float32: 1e-5, torch.float64: 1e-11}.get(dtype) or torch.finfo(dtype).eps
 
 
-def measure(target: Target, heads: Tensor, *, made: str, gain: float, local: range | None = None) -> ProjectionReport:
+def measure(
+    target: Target, heads: Tensor, *, made: str, gain: float, local: Sequence[int] | None = None
+) -> ProjectionReport:
     """kappa and singular values of ``heads`` (*heads, head_dim, in_features) as stored, to half the tolerance.
 
     ``local`` says which of the projection's heads these are, where they may not be all.
@@ -307,17 +309,23 @@ def measure_all(targets: list[Target], gains: list[float]) -> list[ProjectionRep
     Of sharded targets every head is measured, the same on every rank. That is a collective: all ranks call it with the
     same targets in one order.
     """
-    shards = [target for target in targets if target.piece is not None]
+    shards = [target for target in targets if distributed.is_sharded(target.weight)]
     distributed.check_agreement([(target.name, target.weight) for target in shards])
     grams = iter(distributed.grams([(target.piece, target.weight) for target in shards if target.piece is not None]))
     entries = []
     for target, gain in zip(targets, gains, strict=True):
         if target.piece is None:
             entries.append(measure(target, target.heads, made="", gain=gain))
-            continue
-        terms = distributed.gram_terms(target.weight, target.shape[-1])
-        estimate = condition_of_gram(next(grams), terms, rtol=_rtol(target.dtype))
-        entries.append(described(target, estimate, made="", gain=gain))
+        elif distributed.is_sharded(target.weight):
+            terms = distributed.gram_terms(target.weight, target.shape[-1])
+            estimate = condition_of_gram(next(grams), terms, rtol=_rtol(target.dtype))
+            entries.append(described(target, estimate, made="", gain=gain))
+        else:
+            # A rank's plain part of a weight: the heads that are here as a whole.
+            here = target.piece.held.all(-1).nonzero()[0].tolist()
+            rows = [target.piece.read(target.weight.detach(), range(head, head + 1)) for head in here]
+            heads = torch.stack(rows) if rows else target.weight.new_empty(0, *target.shape[-2:])
+            entries.append(measure(target, heads, made="", gain=gain, local=here))
     return entries
 
 
@@ -327,7 +335,7 @@ def described(
     *,
     made: str,
     gain: float,
-    local: range | None = None,
+    local: Sequence[int] | None = None,
     rank: int | None = None,
 ) -> ProjectionReport:
     """A report's entry for an estimate of the target's heads, or of the heads ``local`` of it."""
@@ -418,6 +426,8 @@ def _region(target: Target) -> tuple[int, tuple]:
     """The storage behind a target, and which of its elements, as (parametrized, sizes, strides, offset)."""
     if target.piece is not None:
         # A rank may hold nothing of a weight, and all ranks must come to one result; so a shard goes by its parameter.
+        if not distributed.is_sharded(target.weight):
+            return hash((id(target.weight), target.piece.rows.tobytes())), (False, (1,), (1,), 0)
         heads = target.projection.view(torch.empty(target.weight.shape, device="meta"))
         return id(target.weight), (False, tuple(heads.shape), heads.stride(), int(heads.storage_offset()))
     heads = target.heads

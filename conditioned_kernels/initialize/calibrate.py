@@ -58,7 +58,8 @@ class CalibrationReport:
     Attributes
     ----------
     layers : in the order of the forward.
-    skipped : (name, reason) of layers left alone: left out by ``where``, not called, or tied to a calibrated one.
+    skipped : (name, reason) of layers left alone: left out by ``where``, of an unknown class, not called, or
+        tied to a calibrated one.
     """
 
     layers: tuple[LayerCalibration, ...]
@@ -153,6 +154,11 @@ def calibrate_gain(
         targets = resolve(found)
         for target in targets:
             _check(target, include_frozen=include_frozen, overwrite=overwrite)
+            if target.piece is not None:
+                raise ValueError(
+                    f"{target.name} is sharded, and kappa(J) needs whole heads; calibrate before sharding, and pass "
+                    "the gains found there as numbers"
+                )
         targets, tied = _untie(targets)
         by_layer: dict[str, list[Target]] = {}
         for target in targets:
@@ -189,7 +195,7 @@ def calibrate_gain(
         ]
         write_all(writes, "calibrated")
     missed = [(name, "not called by the forward") for name in by_layer if name not in done]
-    return CalibrationReport(tuple(done.values()), (*found.skipped, *tied, *missed))
+    return CalibrationReport(tuple(done.values()), (*found.skipped, *found.unknown, *tied, *missed))
 
 
 def best_gains(problem: AttentionHeads, roles: str, rtol: float = 1e-2) -> tuple[dict[str, float], Tensor, Tensor, int]:

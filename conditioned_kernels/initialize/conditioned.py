@@ -239,6 +239,12 @@ def _sizes(targets: list[Target], gains: dict[str, Gain]) -> dict[tuple[str, str
 def _norms(targets: list[Target]) -> list[float]:
     """Frobenius norms; of the sharded targets with one reduction for all of them, on every rank."""
     sharded = [(target.piece, target.weight) for target in targets if target.piece is not None]
+    for target in targets:
+        if target.piece is not None and not distributed.is_sharded(target.weight):
+            raise ValueError(
+                f"{target.name} ({target.projection.role}): gain='preserve' needs the norm of the whole projection, "
+                "and this is one rank's plain part of it; give a number"
+            )
     squares = iter(distributed.squared_norms(sharded))
     return [
         float(torch.linalg.vector_norm(target.heads, dtype=torch.float64))

@@ -163,7 +163,7 @@ def _finite(head: LinearHead) -> Tensor:
 def _values(ends: Ends) -> Tensor:
     """The numbers of an estimate in the order of its fields."""
     deficient = ends.status == int(Status.RANK_DEFICIENT)
-    high = torch.where(ends.bottom_low > 0, ends.top_high / ends.bottom_low, torch.inf)
+    high = torch.where((ends.bottom_low > 0) & ~deficient, ends.top_high / ends.bottom_low, torch.inf)
     return torch.stack(
         (
             torch.where(deficient, torch.inf, ends.top / ends.bottom).clamp_min(1.0),

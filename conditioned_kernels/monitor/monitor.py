@@ -75,7 +75,9 @@ class ConditioningMonitor:
     *Accuracy.* Brackets contain the exact kappa of the stored weights. ``kappa`` is good to ``rtol`` down to
     sigma_min / sigma_max = 1e-5; beyond 1e7 it is inf. A head whose kappa leaves what float32 can bracket has a wide
     bracket until the next flush, and says so in its status.
-    *Cost.* Per head of n x m, n <= m: one read and n^2 m flops, doubled in float64, plus about 2 n^3.
+    *Cost.* Per head of n x m, n <= m: one read and n^2 m flops, doubled in float64, plus about 2 n^3. A Jacobian costs
+    what :func:`jacobian_condition` says, about the cube of ``tokens`` times the head's width on steps that have them;
+    ``tokens``, ``heads`` and ``layers_per_step`` bound it.
     *Sharded models.* Weights that are DTensors give the same figures on every rank, from Gram matrices summed over the
     ranks; no weight is gathered. Measuring is then a collective: every rank of a mesh has a monitor with the same
     arguments and calls ``step`` at the same steps. Attention Jacobians of sharded layers are not measured.
@@ -93,7 +95,7 @@ class ConditioningMonitor:
         layers_per_step: int | None = None,
         heads: Sequence[int] | None = None,
         samples: int = 1,
-        tokens: int = 32,
+        tokens: int = 16,
         where: Where | None = None,
         layouts: Mapping[type[nn.Module], LayoutFunction] | None = None,
         strict: bool = True,
