@@ -251,6 +251,28 @@ def test_the_best_rate_is_the_sweeps_and_the_summary_pairs_by_seed():
     assert "+20.0 ± 0.0, better" in text
 
 
+@pytest.mark.parametrize(("gain", "word"), [(0.1, "better on"), (-0.1, "worse on"), (0.0, "not shown to differ on")])
+def test_the_words_follow_from_the_numbers(tmp_path, monkeypatch, gain, word):
+    schemes = ("default", "conditioned", "mimetic")
+    suite = Suite("digits", "vit-smoke", schemes, (1e-3,), 100, 8, every=25, sweep=3, seeds=3)
+    monkeypatch.setitem(SUITES, "made-up", suite)
+    store = Store(tmp_path, "made-up")
+    assert "no suite" in report.verdict_text(tmp_path)
+    noise = {"default": (0.0, 0.01, 0.02), "conditioned": (0.011, 0.0, 0.02), "mimetic": (0.005, 0.007, 0.02)}
+    for cell in suite.pending(schemes, {}):
+        final = 0.5 + noise[cell.scheme][cell.seed] + (gain if cell.scheme == "conditioned" else 0.0)
+        store.append(record(cell, final) | {"config": cell.config(ON)})
+    name = "ViT on digits 8x8 (100 steps)"
+    assert f"it is {word} {name}. [" in report.verdict_text(tmp_path)
+    text = report.readme_text(tmp_path)
+    assert f"ahead of the default on every task. Here it is {word} {name}." in text
+    assert f"mimetic initialization on every task. Here it is {word} {name}." in text
+    taken = "`conditioned_(model)`" if gain > 0 else "| the model's own |"
+    assert taken in text
+    assert ("Where it is better here" in text) == (gain > 0)
+    assert "One learning rate only: " + name in text
+
+
 def test_a_diverged_rate_is_never_the_best_and_is_counted():
     suite = Suite("digits", "vit-smoke", ("default",), (1e-3, 2e-3), 100, 8, every=25, sweep=2, seeds=2)
     finals_of = {suite.cell("default", 1e-3, seed): 0.1 for seed in range(2)}
