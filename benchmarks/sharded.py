@@ -92,10 +92,10 @@ def draw_shards(rank: int, world: int, rendezvous: str, width: int, head: int, o
     dist.destroy_process_group()
 
 
-def scaling(folder: Path, width: int = 2048, head: int = 64) -> dict[str, float]:
+def scaling(folder: Path, width: int = 2048, head: int = 64, turns: int = 2) -> dict[str, float]:
     """Seconds per rank with one process and with two, one thread each, interleaved twice."""
     times: dict[int, list[float]] = {1: [], 2: []}
-    for turn in range(2):
+    for turn in range(turns):
         for world in (1, 2):
             out = str(folder / f"time-{turn}")
             mp.spawn(draw_shards, (world, str(folder / f"rendezvous-{turn}-{world}"), width, head, out), nprocs=world)

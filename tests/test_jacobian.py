@@ -513,11 +513,12 @@ def test_the_preconditioner_is_the_block_diagonal(name: str):
 def test_memory_stays_flat_and_small():
     """F17: 128 tokens, width 256, batch 4; J itself would be 4 x 8192 x 49152 numbers, 12 GB."""
     script = """
-        import resource, torch
+        import torch
         import conditioned_kernels as ck
         from conditioned_kernels.jacobian import jvp, vjp
         torch.set_num_threads(1)
-        def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        from tests.peak_memory import peak_bytes
+        def peak(): return peak_bytes() / 2**20
         def run(x, d, steps):
             heads = ck.AttentionHeads(x, *(torch.randn(d, x.shape[-1]) / 16 for _ in range(3)))
             if steps:

@@ -346,18 +346,25 @@ def loaded_output() -> nn.Module:
         (lambda: bert()[0], {"vo": (0.4, -0.4)}, r"vo must be None or"),
         (lambda: bert()[0], {"vo": (0.4,)}, r"vo must be None or"),
         (lambda: bert()[0], {"vo": 0.4}, r"vo must be None or"),
-        (lambda: bert()[0].to("meta"), {}, r"meta device"),
         (lambda: nn.Linear(2, 2), {}, r"no attention layer"),
     ],
-    ids=["mla", "shape", "alone", "tied", "frozen", "loaded", "zero", "negative", "one", "number", "meta", "none"],
+    ids=["mla", "shape", "alone", "tied", "frozen", "loaded", "zero", "negative", "one", "number", "none"],
 )
 def test_refused_by_name_and_bit_identical(make: Any, options: dict[str, Any], message: str) -> None:
     model = make()
     before = state(model)
     with pytest.raises(ValueError, match=message):
         ck.mimetic_(model, **options)
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        assert not changed(model, before)
+    assert not changed(model, before)
+
+
+def test_meta_model_gets_the_same_weights_once_it_has_memory() -> None:
+    model, deferred = bert()[0], bert()[0].to("meta")
+    written = {entry.parameter for entry in ck.mimetic_(model, seed=3).touched}
+    ck.mimetic_(deferred, seed=3)
+    ck.materialize_(deferred, "cpu")
+    values = deferred.state_dict()
+    assert written and all(torch.equal(values[name], model.state_dict()[name]) for name in written)
 
 
 def test_what_was_refused_can_be_left_out_or_allowed() -> None:

@@ -365,7 +365,7 @@ def test_conditioned_init_of_a_model_is_few_launches(
     options = {"seed": 4, "value": value, "layouts": {Attention: _views}, "gain": {"q": 0.5, "k": "preserve"}}
     with monkeypatch.context() as patch:
         patch.setattr(gram_module, "gram_kernel", kernel)
-        patch.setattr(apply_scheme_module, "measure", lambda target, heads, made, gain: None)
+        patch.setattr(apply_scheme_module, "measure", lambda *_, **__: None)
         ck.conditioned_(model, **options)
     assert kernel.grids == [((3 if value == "semi_orthogonal" else 2) * 9, 1)]
     with monkeypatch.context() as patch:
