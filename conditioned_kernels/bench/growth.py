@@ -27,14 +27,17 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
 
 THREE_DECADES = (1, 3, 10, 30, 100, 300, 1000)
 AXES: dict[str, tuple[tuple[int, int, int], tuple[int, ...]]] = {
-    "heads": ((8, 128, 32), THREE_DECADES),
-    "rows": ((8, 64, 32), THREE_DECADES),
+    "heads": ((4, 128, 32), THREE_DECADES),
+    "rows": ((4, 128, 64), THREE_DECADES),
     "cols": ((16, 1024, 16), (1, 2, 4, 8, 16)),
 }
 """What grows: the smallest (heads, rows, cols), and by how much."""
-MOST = 0.3
+MOST = 0.15
 """Seconds: as long an operation is repeated at one size, and a peer that takes longer is not run at the next."""
+FEWEST = 3
+"""Sizes that a line is fitted to at least."""
 TURNS = 7
+"""The most runs of one size."""
 CALLS = 60
 """After how many calls memory is looked at for what they left behind."""
 
@@ -92,7 +95,7 @@ def measure_growth(operation: str, axis: str, device: torch.device) -> Growth:
         sizes.append(shape[position])
         times.append(min(tried))
         memory.append(None if extra is None else extra / (weights.numel() * weights.itemsize))
-        if not ours and min(tried) > MOST:
+        if not ours and min(tried) > MOST and len(sizes) >= FEWEST:
             break
     exponent, r_squared = fit(sizes, times)
     return Growth(operation, axis, start, tuple(sizes), tuple(times), exponent, r_squared, tuple(memory))

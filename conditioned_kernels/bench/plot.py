@@ -43,11 +43,15 @@ def scaling_figure(record: Mapping[str, Any]) -> Any:
         fixed = " of ".join(f"{size} {name}" for name, size in start.items() if name != axis)
         panel.set(xscale="log", yscale="log", xlabel=axis, title=f"{axis} grow ({fixed.replace(' of ', ', ')})")
         panel.title.set_fontsize(10)
+        sizes = max((fit["sizes"] for fit in here), key=len)
+        if sizes[-1] < 100 * sizes[0]:  # too few decades for powers of ten to say where a point is
+            panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
+            panel.set_xticks([], minor=True)
         panel.grid(alpha=0.3, which="both", linewidth=0.4)
         panel.legend(frameon=False, fontsize=7.5, loc="upper left")
     low, high = panels[0].get_ylim()
     panels[0].set_ylim(low, high * 12)  # room for the legend
     panels[0].set_ylabel("ms")
     environment = record["environment"]
-    figure.suptitle(f"{environment['device']}, {environment['threads']} threads, {environment['date']}", fontsize=9)
+    figure.suptitle(f"{environment['device']}, threads: {environment['threads']}, {environment['date']}", fontsize=9)
     return figure

@@ -126,15 +126,15 @@ def summary(record: Record) -> Table:
 
 
 def growth_table(growth: Mapping[str, Any]) -> Table:
-    """Exponents, and the memory beside the input at the smallest and the largest size."""
+    """Exponents, and the memory beside the input at the two largest sizes: the same where it grows with the input."""
 
     def memory(values: list[float | None]) -> tuple[str, str]:
-        middle, last = values[len(values) // 2], values[-1]
-        return ("", "") if middle is None or last is None else (f"{middle:.2f}", f"{last:.2f}")
+        before, last = values[-2], values[-1]
+        return ("", "") if before is None or last is None else (f"{before:.2f}", f"{last:.2f}")
 
     return Table(
         "time ~ size^exponent; memory in a call beyond its input, in units of the input",
-        ("operation", "along", "sizes", "ms", "exponent", "R²", "memory, middle size", "largest"),
+        ("operation", "along", "sizes", "ms", "exponent", "R²", "memory, size before", "largest"),
         [
             (
                 fit["operation"],
