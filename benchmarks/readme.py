@@ -71,11 +71,27 @@ def soaked() -> str:
     return "\n\n".join(soak.as_markdown(record) for record in records("soak"))
 
 
+def sharded() -> str:
+    """What `python -m benchmarks.sharded` measured, in words."""
+    record = json.loads((RESULTS / "sharded.json").read_text(encoding="utf-8"))
+    eight, seventy, ranks = (record[name] for name in ("llama_8b_attention", "llama_70b_attention", "scaling"))
+    two = seventy["two_layers"]
+    return (
+        f"Measured on {record['environment']['cores']} cores (`python -m benchmarks.sharded`): the attention of Llama "
+        f"3 8B, {eight['said']}; {eight['seconds']:.0f} s with the start of the program, peak memory "
+        f"{eight['peak_rss_bytes'] / 1e9:.2f} GB. Two of 80 layers of a 70B model: {two['said']}; peak memory "
+        f"{two['peak_rss_bytes'] / 1e9:.2f} GB, which does not grow with layers; 40 times the time, starts included, "
+        f"is {seventy['extrapolated_seconds']:.0f} s for {seventy['extrapolated_bytes'] / 1e9:.1f} GB. Drawing the "
+        f"shards of one layer on two processes instead of one takes 1/{ranks['ratio']:.1f} of the time."
+    )
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "support": support_table,
     "performance": performance,
     "published": published,
     "soak": soaked,
+    "sharded": sharded,
     "experiments": readme_text,
     "verdict": verdict_text,
 }

@@ -108,7 +108,7 @@ def summary(record: Record) -> Table:
             continue
         peers = [row for row in others if row["equal"] and not row["contestant"].startswith(OURS)]
         fastest = min(peers, key=lambda row: row["ratio"], default=None)
-        targets = [f"{row['contestant']}: {_ratio(row)}" for row in peers if row["target"]]
+        targets = [f"{row['contestant']}: {_ratio(row)}" for row in others if row["target"]]
         if result["seconds"]:
             targets.append(f"{ours['best']:.2f} s (target {result['seconds']:g} s)")
         rows.append(
