@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,37 +25,39 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def records(kind: str) -> list[dict[str, Any]]:
-    """The committed result files of one kind, one per machine."""
-    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted((RESULTS / kind).glob("*.json"))]
+def records(kind: str) -> dict[Path, dict[str, Any]]:
+    """The committed results of one kind by file, one per machine."""
+    return {file: json.loads(file.read_text(encoding="utf-8")) for file in sorted((RESULTS / kind).glob("*.json"))}
 
 
 def performance() -> str:
     """Every committed benchmark in short, one machine after the other."""
-    return "\n\n".join(as_summary(record) for record in records("bench"))
+    return "\n\n".join(as_summary(record) for record in records("bench").values())
 
 
 def pages() -> dict[Path, str]:
     """Beside every committed benchmark's file, all its tables."""
-    found = {
-        file.with_suffix(".md"): json.loads(file.read_text("utf-8")) for file in (RESULTS / "bench").glob("*.json")
+    return {
+        file.with_suffix(".md"): f"# {record['environment']['device']}\n\n{as_markdown(record)}\n"
+        for file, record in records("bench").items()
     }
-    return {page: f"# {record['environment']['device']}\n\n{as_markdown(record)}\n" for page, record in found.items()}
 
 
 def published() -> str:
     """Public figures of others by hardware, with ours against the same code where the suite runs it."""
+    measured = records("bench").values()
     rows = [
-        (each.hardware, each.who, each.job, each.figure, _ours(each), each.remark, each.source) for each in PUBLISHED
+        (each.hardware, each.who, each.job, each.figure, _ours(each, measured), each.remark, each.source)
+        for each in PUBLISHED
     ]
     columns = ("hardware", "who", "job", "their figure", "ours beside their code", "to know", "source")
     return table_markdown(Table("Public figures of others", columns, rows, words=len(columns)))
 
 
-def _ours(each: Published) -> str:
+def _ours(each: Published, measured: Iterable[dict[str, Any]]) -> str:
     """How ours compares with the same code, on each machine of the committed results."""
     found = []
-    for record in records("bench"):
+    for record in measured:
         for result in record["results"]:
             for row in result["rows"]:
                 if (result["name"], row["contestant"]) == each.beside and row["ratio"] is not None:
@@ -68,7 +70,7 @@ def _ours(each: Published) -> str:
 
 def soaked() -> str:
     """The figures of every committed soak."""
-    return "\n\n".join(soak.as_markdown(record) for record in records("soak"))
+    return "\n\n".join(soak.as_markdown(record) for record in records("soak").values())
 
 
 def sharded() -> str:

@@ -517,8 +517,8 @@ def test_memory_stays_flat_and_small():
         import conditioned_kernels as ck
         from conditioned_kernels.jacobian import jvp, vjp
         torch.set_num_threads(1)
-        from tests.peak_memory import peak_bytes
-        def peak(): return peak_bytes() / 2**20
+        from conditioned_kernels.bench.machine import resident
+        def peak(): return resident("VmHWM") / 2**20
         def run(x, d, steps):
             heads = ck.AttentionHeads(x, *(torch.randn(d, x.shape[-1]) / 16 for _ in range(3)))
             if steps:

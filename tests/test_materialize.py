@@ -264,7 +264,7 @@ def test_memory_stays_near_the_models() -> None:
     """One block beside the model: a whole second copy would show."""
     script = """
         import torch, transformers
-        from tests.peak_memory import peak_bytes
+        from conditioned_kernels.bench.machine import resident
         import conditioned_kernels as ck
         config = transformers.LlamaConfig(hidden_size=1024, intermediate_size=1024, num_hidden_layers=16,
             num_attention_heads=16, num_key_value_heads=16, vocab_size=64)
@@ -272,11 +272,11 @@ def test_memory_stays_near_the_models() -> None:
             model = transformers.LlamaModel(config)
         ck.conditioned_(model)
         torch.set_num_threads(1)
-        before = peak_bytes()
+        before = resident("VmHWM")
         report = ck.materialize_(model, "cpu")
         size = sum(weight.numel() * 4 for weight in model.parameters())
         assert ck.verify(model, report)
-        print((peak_bytes() - before) / size)
+        print((resident("VmHWM") - before) / size)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],

@@ -131,9 +131,9 @@ def peak_memory(run: Callable[[], Any], device: torch.device) -> int | None:
         Path("/proc/self/clear_refs").write_text("5")  # the peak restarts at what is resident now
     except OSError:
         return None
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     run()
-    return _resident("VmHWM") - before
+    return resident("VmHWM") - before
 
 
 def _return_free_memory() -> None:
@@ -143,7 +143,11 @@ def _return_free_memory() -> None:
         trim(0)
 
 
-def _resident(field: str) -> int:
+def resident(field: str) -> int:
+    """Resident memory of this program in bytes, from Linux: now ("VmRSS"), or at most so far ("VmHWM").
+
+    ru_maxrss would start at what the program that ran this one had.
+    """
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(field):
             return int(line.split()[1]) << 10
