@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -57,3 +59,18 @@ def untouched_rng() -> Iterator[None]:
     before = torch.get_rng_state()
     yield
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--seed", type=int, default=0, help="what torch's, numpy's and python's generators start every test from"
+    )
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    """Every test draws the same numbers on every run, alone or in the suite; --seed tries others."""
+    seed = request.config.getoption("--seed")
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)

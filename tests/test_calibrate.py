@@ -12,7 +12,7 @@ from torch import nn
 import conditioned_kernels as ck
 from conditioned_kernels.heads.mechanics import attention_heads
 from conditioned_kernels.initialize.apply import MARK
-from conditioned_kernels.initialize.calibrate import best_gains, geometric_mean
+from conditioned_kernels.initialize.gain_search import best_gains, geometric_mean
 
 D, HEADS, TOKENS = 12, 3, 6
 
@@ -84,10 +84,13 @@ def test_it_writes_the_gains_that_it_reports_and_kappa_is_theirs(batch):
     assert report.rows()[0]["kappa_after"] == pytest.approx(geometric_mean(report.layers[0].after))
 
 
-def test_no_point_of_a_fine_grid_is_much_better(batch):
+@pytest.mark.parametrize("seed", [2, 18, 153])
+def test_no_point_of_a_fine_grid_is_much_better(batch, seed):
+    """Seeds whose objective has a second valley, which a search along one direction at a time ends in."""
+    torch.manual_seed(seed)
     problem = problem_of(Stack(), 0, batch)
     _, before, after, evaluations = best_gains(problem, "qk")
-    assert evaluations < 120
+    assert evaluations < 140
     best = math.inf
     for q in range(-6, 9):
         for k in range(-6, 9):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,20 +15,9 @@ from ..heads.discover import AttentionLayer, Where
 from ..heads.layout import LayoutFunction
 from ..heads.mechanics import attention_heads
 from ..heads.wrappers import quiet_parametrizations
-from ..jacobian import AttentionHeads, jacobian_condition
 from .apply import Target, _check, _restorer, _untie, _write, as_blocks, locate, measure, resolve, write_all
+from .gain_search import best_gains, geometric_mean
 from .init_report import InitReport
-
-GRID = tuple(2.0 ** (power / 2) for power in range(-6, 9))
-"""Common factors of W_Q and W_K that are tried first: 1/8 to 16 in steps of sqrt(2)."""
-
-REACH = math.log(8.0)
-"""How far from its start, as a logarithm, a ratio of two gains or a gain of W_V may be moved."""
-
-CAP = 1e16
-"""What a singular Jacobian counts as, so that means stay finite."""
-
-_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,11 +74,6 @@ class CalibrationReport:
         return "\n".join(lines)
 
 
-def geometric_mean(kappa: Tensor) -> float:
-    """exp of the mean logarithm, an infinite kappa counted as 1e16."""
-    return math.exp(_objective(kappa))
-
-
 def calibrate_gain(
     model: nn.Module,
     batch: Any,
@@ -137,11 +120,11 @@ def calibrate_gain(
     *Objective.* The mean over samples and heads of log kappa(J), with 1e16 for infinity; one gain per projection, since
     heads share a stored weight.
     *Search.* W_Q and W_K act on the probabilities through the product of their gains alone, but J weighs them
-    separately: dA/dW_Q grows with W_K and dA/dW_K with W_Q. So the common factor is searched on a logarithmic grid from
-    1/8 to 16 in steps of sqrt(2), then by golden section between the best one's neighbours; then the ratio W_Q to W_K
-    within a factor 8 at a fixed product; then W_V within a factor 8; then the common factor once more. The objective
-    has several minima in general; the result is the best value that was tried, and never worse than the start.
-    *Cost.* one forward, and about 50 exact kappa(J) of samples * heads problems with tokens * head_dim rows per layer.
+    separately: dA/dW_Q grows with W_K and dA/dW_K with W_Q. The objective has several minima, so a logarithmic grid
+    comes first: common factors from 1/8 to 16 in steps of sqrt(2), each with W_Q and W_K moved apart by up to a factor
+    8; then W_V by up to a factor 8. From the best point, golden section along each of these directions, twice. The
+    result is the best value that was tried, and never worse than the start.
+    tokens * head_dim rows.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -196,86 +179,6 @@ def calibrate_gain(
         write_all(writes, "calibrated")
     missed = [(name, "not called by the forward") for name in by_layer if name not in done]
     return CalibrationReport(tuple(done.values()), (*found.skipped, *found.unknown, *tied, *missed))
-
-
-def best_gains(problem: AttentionHeads, roles: str, rtol: float = 1e-2) -> tuple[dict[str, float], Tensor, Tensor, int]:
-    """The best factors by role for one problem, kappa(J) before and after, and the number of candidates tried."""
-    tried: dict[tuple[float, float, float], Tensor] = {}
-
-    def kappa(logs: dict[str, float]) -> Tensor:
-        key = (logs["q"], logs["k"], logs["v"])
-        if key not in tried:
-            scaled = (weight * math.exp(log) for weight, log in zip(problem.weights, key, strict=True))
-            tried[key] = jacobian_condition(problem.with_weights(*scaled), method="exact").kappa
-        return tried[key]
-
-    start = dict.fromkeys("qkv", 0.0)
-    before = kappa(start)
-    if not bool(torch.isfinite(_objective_terms(before)).all()):
-        raise ValueError("kappa(J) is not a number on this batch: a weight or an input of the layer is not finite")
-    axes = _axes(roles)
-    best = start
-    for axis, grid in (*axes, *axes[: len(axes) > 1]):
-        best = _line_search(lambda logs: _objective(kappa(logs)), best, axis, grid, rtol)
-    return {role: math.exp(best[role]) for role in roles}, before, kappa(best), len(tried)
-
-
-Axis = dict[str, float]
-"""A direction in the logarithms of the gains."""
-
-
-def _axes(roles: str) -> list[tuple[Axis, tuple[float, ...]]]:
-    """Directions with the offsets tried first: the common factor of Q and K, their ratio, V."""
-    near = tuple(REACH * step / 2 for step in range(-2, 3))
-    axes: list[tuple[Axis, tuple[float, ...]]] = []
-    logits = {role: 1.0 for role in "qk" if role in roles}
-    if logits:
-        axes.append((logits, tuple(math.log(factor) for factor in GRID)))
-    if len(logits) == 2:
-        axes.append(({"q": 1.0, "k": -1.0}, near))
-    if "v" in roles:
-        axes.append(({"v": 1.0}, near))
-    return axes
-
-
-def _line_search(
-    objective: Callable[[dict[str, float]], float],
-    start: dict[str, float],
-    axis: Axis,
-    grid: tuple[float, ...],
-    rtol: float,
-) -> dict[str, float]:
-    """The best point tried on ``start + offset * axis``: a grid, then golden section between the best's neighbours."""
-    values: dict[float, float] = {}
-
-    def at(offset: float) -> dict[str, float]:
-        return {role: log + offset * axis.get(role, 0.0) for role, log in start.items()}
-
-    def value(offset: float) -> float:
-        if offset not in values:
-            values[offset] = objective(at(offset))
-        return values[offset]
-
-    points = sorted({0.0, *grid})
-    index = min(range(len(points)), key=lambda i: value(points[i]))
-    low, high = points[max(0, index - 1)], points[min(len(points) - 1, index + 1)]
-    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-    while high - low > rtol:
-        if value(left) <= value(right):
-            high, right = right, left
-            left = high - _GOLDEN * (high - low)
-        else:
-            low, left = left, right
-            right = low + _GOLDEN * (high - low)
-    return at(min(values, key=values.__getitem__))
-
-
-def _objective(kappa: Tensor) -> float:
-    return float(_objective_terms(kappa).mean())
-
-
-def _objective_terms(kappa: Tensor) -> Tensor:
-    return kappa.clamp_max(CAP).log()
 
 
 def _scaled(heads: Tensor, gain: float) -> Tensor:
