@@ -124,6 +124,7 @@ def calibrate_gain(
     comes first: common factors from 1/8 to 16 in steps of sqrt(2), each with W_Q and W_K moved apart by up to a factor
     8; then W_V by up to a factor 8. From the best point, golden section along each of these directions, twice. The
     result is the best value that was tried, and never worse than the start.
+    *Cost.* one forward, and about 120 exact kappa(J) (140 with W_V) per layer, of samples * heads problems with
     tokens * head_dim rows.
     """
     if not isinstance(model, nn.Module):
