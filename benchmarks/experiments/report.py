@@ -229,7 +229,8 @@ def _conclusions(found: Sequence[Summary], tables: Mapping[str, Mapping[str, flo
     ]
     if mimetic := _verdicts(found, "mimetic"):
         lines.append(
-            f"- The paper finds it ahead of mimetic initialization on every task. Here, one comparison a suite, it is {mimetic}."
+            "- The paper finds it ahead of mimetic initialization on every task. Here, one comparison a suite, it "
+            f"is {mimetic}."
         )
     better = [summary for summary in found if summary.verdicts.get("conditioned") in ("better", "perhaps better")]
     if better:
@@ -373,9 +374,9 @@ def _limits(found: Sequence[Summary]) -> str:
     changed = [_name(summary) for summary in found if summary.suite.history]
     missing = [name for name in SUITES if name != "smoke" and name not in {summary.name for summary in found}]
     lines = [
-        f"Small models, at most {steps} steps, {min(seeds)} to {max(seeds)} seeds, one optimizer (AdamW, warm-up, cosine), "
-        "no dropout; nothing here is at the paper's scale or trained to convergence. The best rate is chosen on the same "
-        "validation data as the result, for every scheme alike.",
+        f"Small models, at most {steps} steps, {min(seeds)} to {max(seeds)} seeds, one optimizer (AdamW, warm-up, "
+        "cosine), no dropout; nothing here is at the paper's scale or trained to convergence. The best rate is chosen on "
+        "the same validation data as the result, for every scheme alike.",
         _chance(found),
     ]
     if changed:
@@ -383,10 +384,10 @@ def _limits(found: Sequence[Summary]) -> str:
     if single:
         lines.append(f"One learning rate only: {', '.join(single)}.")
     for words, rows in (
-        ("Best rate at an end of those tried", {s: [r.scheme for r in s.rows if r.at_the_end] for s in found}),
-        ("Not run", {s: s.unfinished for s in found}),
+        ("Best rate at an end of those tried", [(s, [r.scheme for r in s.rows if r.at_the_end]) for s in found]),
+        ("Not run", [(s, s.unfinished) for s in found]),
     ):
-        parts = [f"on {_name(s)} {_titles(schemes)}" for s, schemes in rows.items() if schemes]
+        parts = [f"on {_name(s)} {_titles(schemes)}" for s, schemes in rows if schemes]
         if parts:
             lines.append(f"{words}: {'; '.join(parts)}.")
     if missing:
