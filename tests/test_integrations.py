@@ -37,6 +37,8 @@ RECORDS = [
     Record(0, "encoder.0", "k.rope", 0, status="non_finite"),
     Record(1, "", JACOBIAN, 2, 3, 120.5, 120.0, 121.0, status="converged", bound=5e4, theorem=True, kappa_x=3.25),
     Record(1, 'odd, "name"\x1b[31m', JACOBIAN, -1, status="no attention Jacobian: a, b"),
+    Record(2, "line\u2028and\rline\x85", JACOBIAN, -1, status='an error in\ntwo lines, "quoted"'),
+    Record(2, "=1+1", "v", 0, status="non_finite", spectrum=(math.nan, math.inf)),
     Record(2, "encoder.0", "q", 0, kappa=2.0, sigma_max=1.0, sigma_min=0.5, spectrum=(1.0, 1 / 3, 0.5)),
 ]
 
@@ -89,21 +91,44 @@ def test_files_give_back_every_bit(suffix: str, tmp_path: Path) -> None:
 def test_a_folder_of_files_is_one_run(tmp_path: Path) -> None:
     for number, suffix in enumerate(SINKS):
         sink = SINKS[suffix](tmp_path / f"part{number}{suffix}")
-        sink.write(RECORDS[2 * number : 2 * number + 2])
+        sink.write(RECORDS[3 * number : 3 * number + 3])
         sink.close()
     (tmp_path / "notes.txt").write_text("no records")
     assert same(read_records(tmp_path), RECORDS)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
-def test_a_file_cut_short_by_a_kill_keeps_its_whole_lines(suffix: str, tmp_path: Path) -> None:
+def test_a_file_cut_short_by_a_kill_keeps_its_whole_lines_and_is_continued(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"run{suffix}"
     sink = SINKS[suffix](path)
     sink.write(RECORDS)
     sink.close()
     whole = path.read_bytes()
-    path.write_bytes(whole[:-9])
-    assert same(read_records(path), RECORDS[:-1])
+    for cut in range(0, len(whole), 7):
+        path.write_bytes(whole[:cut])
+        kept = read_records(path)
+        assert same(kept, RECORDS[: len(kept)])
+        if cut % 4 == 0:
+            SINKS[suffix](path, exist="append").write(RECORDS[-1:])
+            assert same(read_records(path), [*kept, RECORDS[-1]])
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_text_files_go_on_after_close_and_when_moved_away(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"run{suffix}"
+    sink = SINKS[suffix](path)
+    sink.write(RECORDS[:1])
+    sink.close()
+    sink.write(RECORDS[1:2])
+    assert same(read_records(path), RECORDS[:2])
+    path.rename(tmp_path / f"old{suffix}")
+    sink.write(RECORDS[2:3])
+    assert same(read_records(path), RECORDS[2:3])
+    notes = tmp_path / f"notes{suffix}"
+    notes.write_text("mine")
+    with pytest.raises(ValueError, match="does not begin with"):
+        SINKS[suffix](notes, exist="append")
+    assert notes.read_text() == "mine"
 
 
 def test_what_is_no_run_is_refused_by_name(tmp_path: Path) -> None:
