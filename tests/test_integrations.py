@@ -8,6 +8,7 @@ import json
 import math
 import sysconfig
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -327,7 +328,7 @@ def library_text() -> bytes:
 
 
 def test_hugging_face_trainer(tmp_path: Path) -> None:
-    """A small GPT-2 on the standard library's sources, with accumulated gradients, twice: resumed where it stopped."""
+    """A small GPT-2 on the standard library's sources, with accumulated gradients, with the monitor and without."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("accelerate", reason="accelerate, which Trainer needs, is not installed")
     from conditioned_kernels.integrations.transformers import ConditioningCallback
@@ -373,6 +374,37 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
     seen = {(record.step, record.head) for record in sink.records if record.projection == JACOBIAN}
     assert seen == {(step, head) for step in (0, 5, 10) for head in (0, 1)}
     assert sink.closed == 1 and callback.monitor is not None and not callback.monitor.silent
+
+
+def test_a_trainer_that_fails_and_then_trains_again(tmp_path: Path) -> None:
+    """Trainer tells its callbacks of no error: the next run closes the failed one's monitor, and the file has both."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate, which Trainer needs, is not installed")
+    from conditioned_kernels.integrations.transformers import ConditioningCallback
+
+    class Fail(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                raise ZeroDivisionError
+
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    data = [{"input_ids": each, "labels": each} for each in torch.randint(32, (24, 8))]
+    callback = ConditioningCallback(sinks=[JsonlSink(tmp_path / "run.jsonl")], activations_every=1)
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback, Fail()])
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert any(module._forward_pre_hooks for module in model.modules())
+    trainer.remove_callback(Fail)
+    trainer.train()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    steps = [each.step for each in read_records(tmp_path / "run.jsonl") if each.projection == "q" and not each.spectrum]
+    assert Counter(steps) == {0: 4, 1: 4, 2: 4, 3: 2}
 
 
 def test_lightning_trainer_with_tensorboard(tmp_path: Path) -> None:

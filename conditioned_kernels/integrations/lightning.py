@@ -41,11 +41,9 @@ class ConditioningCallback(Callback):
             self.monitor.step(trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._close()
-
-    def _close(self) -> None:
         if self.monitor is not None:
             self.monitor.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self.monitor is not None:
+            self.monitor.close(failed=True)

@@ -30,6 +30,8 @@ class ConditioningCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if self.monitor is not None:
+            self.monitor.close(failed=True)  # of a run that failed; Trainer tells nobody
         sinks = self._sinks if state.is_world_process_zero else ()
         self.monitor = ConditioningMonitor(kwargs["model"], first_step=state.global_step, sinks=sinks, **self._options)
 
