@@ -28,6 +28,7 @@ class MonitorCallback:
         self._sinks, self._options = tuple(sinks), options
 
     def _begin(self, model: nn.Module, step: int, *, main: bool) -> None:
+        self._end(failed=True)  # a run that failed before this one; not every trainer tells
         sinks = self._sinks if main else ()
         self.monitor = ConditioningMonitor(model, first_step=step, sinks=sinks, **self._options)
 
@@ -36,6 +37,6 @@ class MonitorCallback:
         if self.monitor is not None and step != self.monitor.current_step:
             self.monitor.step(step)
 
-    def _end(self) -> None:
+    def _end(self, *, failed: bool = False) -> None:
         if self.monitor is not None:
-            self.monitor.close()
+            self.monitor.close(failed=failed)

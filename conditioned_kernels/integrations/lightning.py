@@ -26,4 +26,4 @@ class ConditioningCallback(MonitorCallback, Callback):
         self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._end()
+        self._end(failed=True)
