@@ -71,7 +71,7 @@ class Scheme:
             found, targets = writable(model, scope, self.choose)
             if waiting := [target for target in targets if distributed.is_meta(target.weight)]:
                 return self._defer(model, scope, found, waiting)
-            targets, tied = untie(targets)
+            targets, tied = untie(model, found, targets)
             self.prepare(targets)
             skipped, writes, touched, others = [*found.skipped, *tied], [], [], []
             for target in targets:

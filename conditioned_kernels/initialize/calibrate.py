@@ -141,7 +141,7 @@ def calibrate_gain(
                 f"{sharded[0]} is sharded, and kappa(J) needs whole heads; calibrate before sharding, and pass the "
                 "gains found there as numbers"
             )
-        targets, tied = untie(targets)
+        targets, tied = untie(model, found, targets)
         by_layer: dict[str, list[Target]] = {}
         for target in targets:
             if target.projection.role in tuple(roles):
