@@ -41,7 +41,9 @@ from torch import Tensor, nn
 from conditioned_kernels import architectures
 from conditioned_kernels.bench.machine import environment
 from conditioned_kernels.bench.tables import Table, markdown
-from conditioned_kernels.initialize.apply import locate, resolve, sigma_tolerance
+from conditioned_kernels.initialize.measure import sigma_tolerance
+from conditioned_kernels.initialize.scope import Scope, locate
+from conditioned_kernels.initialize.target import resolve
 from conditioned_kernels.sources import InitOptions, init_file, measure_source
 from conditioned_kernels.verify import judge
 
@@ -388,7 +390,7 @@ class Run:
             return outcome, why
         if stray := self._stray():
             return LOST, stray
-        names = {target.name for target in resolve(locate(self.model, where=None, layouts=None, strict=False))}
+        names = {target.name for target in resolve(locate(self.model, Scope(strict=False)))}
         if self.cell.attention_only and set(tensors) != names:
             return WRONG, f"--attention-only wrote {sorted(set(tensors) ^ names)}"
         original = self.model.state_dict()
@@ -410,7 +412,7 @@ class Run:
         verified = judge(entries, gain=gain, roles=roles).ok
         right = True
         places = {(entry.parameter, entry.label): entry for entry in entries}
-        for target in resolve(locate(model, where=None, layouts=None, strict=False)):
+        for target in resolve(locate(model, Scope(strict=False))):
             sigma = _singular_values(target.heads)
             entry = places[target.name, target.stream_role]
             if bad := _outside(entry.estimate, sigma):

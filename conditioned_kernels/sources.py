@@ -21,12 +21,16 @@ from ._version import __version__
 from .checkpoint import Checkpoint, CheckpointError, Entry, reason, write_safetensors
 from .heads.discover import AttentionLayer
 from .initialize import InitReport, conditioned_
-from .initialize.apply import locate, measure, resolve
 from .initialize.init_report import ProjectionReport
 from .initialize.materialize import Block, blocks, fill, joined
+from .initialize.measure import measure
+from .initialize.scope import Scope, locate
+from .initialize.target import resolve
 from .shards import clear_unfinished, write_shards
 
 Progress = Callable[[int], None]
+
+LENIENT = Scope(strict=False)
 
 
 @contextmanager
@@ -48,7 +52,7 @@ def opened(
                 f"{path} does not say what model it is of, and no config.json lies beside it; name its architecture "
                 "with --like, e.g. --like transformers:bert --config config.json"
             )
-        found_layers = locate(model, where=None, layouts=None, strict=False)
+        found_layers = locate(model, LENIENT)
         yield checkpoint, model, match_names([target.name for target in resolve(found_layers)], checkpoint)
 
 
@@ -108,13 +112,13 @@ def measure_source(
     entries = []
     if architectures.is_architecture(source):
         model = architectures.build(source, config=config, seed=seed)
-        found = locate(model, where=None, layouts=None, strict=False)
+        found = locate(model, LENIENT)
         for target in resolve(found):
             entries.append(measure(target, target.heads, made="", gain=float("nan")))
             progress(entries[-1].heads)
         return tuple(entries), found.unknown
     with opened(source, like, config) as (checkpoint, model, names):
-        found = locate(model, where=None, layouts=None, strict=False)
+        found = locate(model, LENIENT)
         last, tensor = "", torch.empty(0)
         for target in resolve(found):
             if target.name != last:
@@ -272,7 +276,7 @@ def _model_job(model: nn.Module, options: InitOptions) -> _Job:
 
 
 def _meta_job(model: nn.Module, options: InitOptions, attention_only: bool) -> _Job:
-    found = locate(model, where=None, layouts=None, strict=False)
+    found = locate(model, LENIENT)
     layers = {layer.module: layer for layer in found.layers}
     weights = {target.name: target.weight for target in resolve(found)} if attention_only else _state_dict(model)
     entries = {name: Entry(tuple(weight.shape), weight.dtype) for name, weight in weights.items()}
@@ -318,7 +322,7 @@ def _checkpoint_job(
     def stored(name: str) -> Tensor:
         return checkpoint.tensor(name).to(entries[name].dtype)
 
-    found = locate(model, where=None, layouts=None, strict=False)
+    found = locate(model, LENIENT)
     of_module = {layer.module: layer for layer in found.layers}
 
     def fill_block(block: Block) -> None:
@@ -352,7 +356,7 @@ class _BlockByBlock:
         overwrite: bool,
     ) -> None:
         self.model, self.options, self.fill_block, self.overwrite = model, options, fill_block, overwrite
-        self.found = locate(model, where=None, layouts=None, strict=False)
+        self.found = locate(model, LENIENT)
         self.blocks = {name: block for block in parts for name in _tensor_names(block)}
         self.layers = {layer.module for layer in self.found.layers}
         self.reports: list[InitReport] = []

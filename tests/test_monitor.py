@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import conditioned_kernels as ck
 from conditioned_kernels.heads import Separate
-from conditioned_kernels.initialize.apply import resolve
+from conditioned_kernels.initialize.target import resolve
 from conditioned_kernels.monitor import ConditioningMonitor, KappaAbove, Record, summarize
 
 from .models import CASES

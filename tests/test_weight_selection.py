@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import conditioned_kernels as ck
-from conditioned_kernels.initialize.apply import MARK
 from conditioned_kernels.initialize.selection import (
     ELEMENTS,
     Selection,
@@ -29,6 +28,7 @@ from conditioned_kernels.initialize.selection import (
     renamed,
     stack_sizes,
 )
+from conditioned_kernels.initialize.writing import MARK
 
 from .models import BERT, CASES, LLAMA, bert, hf, levit, timm_model, torch_layer
 

@@ -452,19 +452,19 @@ def test_weights_beside_each_other_in_one_memory_are_no_tie() -> None:
 
 
 def test_a_failure_at_the_last_weight_undoes_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from conditioned_kernels.initialize import apply
+    from conditioned_kernels.initialize import writing
 
     model = two()
-    write, calls = apply._write, []
+    write, calls = writing.write, []
 
-    def failing(target: apply.Target, blocks: apply.Blocks) -> None:
+    def failing(target: writing.Target, blocks: writing.Blocks) -> None:
         calls.append(target.name)
         if len(calls) == 6:
             target.heads[0].copy_(blocks[0][1][0])
             raise KeyboardInterrupt
         write(target, blocks)
 
-    monkeypatch.setattr(apply, "_write", failing)
+    monkeypatch.setattr(writing, "write", failing)
     with unchanged(model), pytest.raises(KeyboardInterrupt):
         ck.conditioned_(model, layouts=LAYOUTS)
     assert len(calls) == 6

@@ -11,11 +11,12 @@ from torch import nn
 
 from ..heads.discover import Where
 from ..heads.layout import LayoutFunction
-from .apply import Draw, apply_scheme
+from .apply import Draw, Scheme
 from .conditioned import conditioned_
 from .init_report import InitReport
 from .mimetic import mimetic_
 from .random import KINDS, random_
+from .scope import Scope
 from .spectral_conditioning import spectral_conditioning
 from .weight_selection import weight_selection_
 
@@ -34,17 +35,8 @@ def default_(
 
     The model is checked as the other schemes check it, and the report lists every projection as skipped.
     """
-    return apply_scheme(
-        model,
-        lambda _: Draw(None, "as the model's own initialization made it"),
-        scheme="default",
-        seed=seed,
-        where=where,
-        layouts=layouts,
-        strict=strict,
-        include_frozen=include_frozen,
-        overwrite=overwrite,
-    )
+    scheme = Scheme("default", seed, lambda _: Draw(None, "as the model's own initialization made it"))
+    return scheme.apply(model, Scope(where, layouts, strict, include_frozen, overwrite))
 
 
 SCHEMES: dict[str, Callable[..., InitReport]] = {

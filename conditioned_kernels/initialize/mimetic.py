@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from ..heads.discover import AttentionLayer, Discovery, Where
 from ..heads.layout import OUTPUT, POSITION, LayoutFunction
 from ..sampling import philox_normal, resolve_seed, stream_key
-from .apply import WHOLE, Draw, Target, apply_scheme, named_errors, resolve
+from .apply import Draw, Scheme, named_errors
 from .init_report import InitReport
 from .positions import position_targets, sinusoids
+from .scope import Scope
+from .target import WHOLE, Target, resolve
 
 EXACT = 1024
 """Widest matrix whose Gram matrix is decomposed whole (0.1 s at 768 on one core); wider ones by block Krylov."""
@@ -123,19 +125,8 @@ def mimetic_(
                 made[layer["v.global"].key] = made[layer["v"].key]
         return made[target.key]
 
-    return apply_scheme(
-        model,
-        draw,
-        scheme="mimetic",
-        seed=seed,
-        where=where,
-        layouts=layouts,
-        strict=strict,
-        include_frozen=include_frozen,
-        overwrite=overwrite,
-        prepare=prepare,
-        choose=choose,
-    )
+    scope = Scope(where, layouts, strict, include_frozen, overwrite)
+    return Scheme("mimetic", seed, draw, prepare, choose).apply(model, scope)
 
 
 def _scales(pair: Pair | None, name: str) -> Pair | None:

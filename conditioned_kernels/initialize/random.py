@@ -13,8 +13,10 @@ from ..heads.discover import Where
 from ..heads.layout import LayoutFunction
 from ..orthogonalize import semi_orthogonal
 from ..sampling import philox_normal, stream_key
-from .apply import Draw, Target, apply_scheme
+from .apply import Draw, Scheme
 from .init_report import InitReport
+from .scope import Scope
+from .target import Target
 
 KINDS = ("trunc_normal", "xavier", "kaiming", "orthogonal")
 
@@ -81,14 +83,5 @@ def random_(
         samples = philox_normal(key, target.chunk, range(rows * cols), device=target.device)
         return Draw(samples.view(target.drawn_shape).to(work).mul_(scale), f"{kind}, std {scale:.4g}")
 
-    return apply_scheme(
-        model,
-        draw,
-        scheme=f"random, {kind}",
-        seed=seed,
-        where=where,
-        layouts=layouts,
-        strict=strict,
-        include_frozen=include_frozen,
-        overwrite=overwrite,
-    )
+    scope = Scope(where, layouts, strict, include_frozen, overwrite)
+    return Scheme(f"random, {kind}", seed, draw).apply(model, scope)

@@ -14,8 +14,8 @@ from torch.nn.utils import parametrize
 from ..heads.discover import AttentionLayer, find_attention, named_modules
 from ..heads.layout import LayoutFunction, Projection
 from ..heads.wrappers import quiet_parametrizations, unwrap
-from .apply import WHOLE, Target
 from .selection import aligned_prefix, renamed
+from .target import WHOLE, Target
 
 STATISTICS = ("running_mean", "running_var")
 """Buffers that are learned, as opposed to those that follow from a model's shape."""

@@ -16,10 +16,12 @@ from ..heads.discover import AttentionLayer, Discovery
 from ..heads.layout import LATENT, OUTPUT, HeadView, LayoutFunction, Projection
 from ..heads.wrappers import full_name
 from ..sampling import resolve_seed
-from .apply import Draw, Target, apply_scheme, resolve
+from .apply import Draw, Scheme
 from .init_report import InitReport
 from .positions import TABLES
+from .scope import Scope
 from .selection import ELEMENTS, LAYERS, Selection, aligned_prefix, layer_name, renamed, stack_sizes
+from .target import Target, resolve
 from .teacher import Teacher, open_teacher, whole_targets
 
 
@@ -141,18 +143,9 @@ def weight_selection_(
             name, values = plan[target.name, target.stream_role]
             return Draw(values(), f"{elements} elements of {name}")
 
-        return apply_scheme(
-            model,
-            draw,
-            scheme=f"weight selection, {layers} layers, {elements} elements",
-            seed=seed,
-            where=None,
-            layouts=layouts,
-            strict=strict,
-            include_frozen=include_frozen,
-            overwrite=overwrite,
-            choose=choose,
-        )
+        name = f"weight selection, {layers} layers, {elements} elements"
+        scope = Scope(None, layouts, strict, include_frozen, overwrite)
+        return Scheme(name, seed, draw, choose=choose).apply(model, scope)
 
 
 @dataclass(frozen=True)

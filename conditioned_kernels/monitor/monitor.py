@@ -18,7 +18,7 @@ from .. import _validate, distributed
 from .._backend import BACKENDS
 from ..heads.discover import NoAttentionFound, Where, find_attention
 from ..heads.layout import LayoutFunction
-from ..initialize.apply import Target, resolve
+from ..initialize.target import Target, resolve
 from .activations import Capture, Sampling, compiled_around, uncast
 from .alerts import Alert
 from .records import JACOBIAN, Record, Sink
