@@ -41,10 +41,11 @@ from torch import Tensor, nn
 from conditioned_kernels import architectures
 from conditioned_kernels.bench.machine import environment
 from conditioned_kernels.bench.tables import Table, markdown
+from conditioned_kernels.file_schemes import InitOptions
 from conditioned_kernels.initialize.measure import sigma_tolerance
 from conditioned_kernels.initialize.scope import Scope, locate
 from conditioned_kernels.initialize.target import resolve
-from conditioned_kernels.sources import InitOptions, init_file, measure_source
+from conditioned_kernels.sources import init_file, measure_source
 from conditioned_kernels.verify import judge
 
 RIGHT, REFUSED, WRONG, LOST = "done right", "refused clearly", "wrong", "lost"
@@ -129,6 +130,11 @@ class Cell:
     to_folder: bool
     replaces: bool
     fault: str
+
+    @property
+    def options(self) -> InitOptions:
+        """What ``init`` is asked for."""
+        return InitOptions(self.number, options={"gain": self.gain, "value": self.value})
 
 
 def draw(seed: int, number: int) -> Cell:
@@ -250,7 +256,7 @@ class Run:
         init_file(
             self.source,
             self.out,
-            options=InitOptions(cell.number, cell.gain, cell.value),
+            options=cell.options,
             like=None if architectures.is_architecture(self.source) else self.like,
             config=self.config if architectures.is_architecture(self.source) or self.like else None,
             dtype=DTYPES[cell.dtype],
@@ -369,8 +375,7 @@ class Run:
             truth = {}
         try:
             entries = self.measured(self.file)
-            options = InitOptions(self.cell.number, self.cell.gain, self.cell.value)
-            init_file(str(self.file), again, options=options, like=self.cell.source, config=self.config)
+            init_file(str(self.file), again, options=self.cell.options, like=self.cell.source, config=self.config)
         except CLEAR as error:
             if again.exists():
                 return LOST, "init left a file behind"

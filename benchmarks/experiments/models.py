@@ -129,7 +129,7 @@ MODELS: dict[str, Model] = {
         "GPT-2, width 64, 2 layers, 2 heads",
         _gpt,
         _tokens,
-        {"vocab_size": 80, "n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 2},
+        {"vocab_size": 24, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2},
     ),
     "nystromformer": Model(
         "Nyströmformer, width 64, 2 layers, 2 heads, 16 landmarks",

@@ -70,8 +70,8 @@ def initialize_(model: nn.Module, scheme: str = "conditioned", **options: Any) -
     Raises
     ------
     ValueError, TypeError
-        for an unknown scheme or option, with those that exist; and what the scheme's function raises. The model is
-        then bit-identical.
+        for an unknown scheme or option, with those that exist; for a missing one; and what the scheme's function
+        raises. The model is then bit-identical.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"scheme must be one of {', '.join(map(repr, SCHEMES))}, got {scheme!r}")
@@ -80,7 +80,14 @@ def initialize_(model: nn.Module, scheme: str = "conditioned", **options: Any) -
         raise TypeError(
             f"scheme {scheme!r} has no option {', '.join(map(repr, unknown))}; it has {', '.join(map(repr, known))}"
         )
+    if missing := sorted(_needed(scheme) - set(options)):
+        raise TypeError(f"scheme {scheme!r} needs the option {', '.join(map(repr, missing))}")
     return SCHEMES[scheme](model, **options)
+
+
+def _needed(scheme: str) -> set[str]:
+    parameters = inspect.signature(SCHEMES[scheme]).parameters.values()
+    return {each.name for each in parameters if each.default is each.empty and each.name != "model"}
 
 
 def options_of(scheme: str) -> tuple[str, ...]:
