@@ -170,7 +170,7 @@ def _gram(weights: Tensor) -> Tensor:
 def _gram_terms(weights: Tensor, work: torch.dtype) -> tuple[Tensor, int]:
     if weights.device.type != "cpu":
         return _torch.gram_terms(weights, work)
-    b, rows, cols = weights.shape
+    _, rows, cols = weights.shape
     # What float32 loses in the r x r stage goes with r, too, and costs next to nothing to keep where r is large.
     wide = rows > WIDE_ROWS or work == torch.float64
     if weights.dtype == torch.float16:

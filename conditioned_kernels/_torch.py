@@ -295,9 +295,9 @@ def gram_blocked(w: Tensor) -> tuple[Tensor, int]:
 def gram_rounding(gram: Tensor, terms: int) -> Tensor:
     """delta with |lambda_i(computed G) - lambda_i(W W^H)| <= delta, where a product is rounded at most ``terms`` times.
 
-    Or, which is all that is used, where each element has |error| <= terms u sum |x||y| with u that of ``gram``. An inner product so summed has |error| <= terms u sum |x||y| (Higham, Accuracy and Stability, sections 3.1 and
-    4.2), whatever its length; and || |W||W|^H ||_2 <= trace G. Complex products have twice the terms and a factor
-    sqrt(2).
+    Or, which is all that is used, where an element has |error| <= terms u sum |x||y| with the u of ``gram``. An inner
+    product summed so has that, whatever its length (Higham, Accuracy and Stability, sections 3.1 and 4.2); and
+    || |W||W|^H ||_2 <= trace G. Complex products have twice the terms and a factor sqrt(2).
     """
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).real
     return 1.01 * terms * _unit(gram) * trace

@@ -173,7 +173,7 @@ def layouts(w: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, *WORK))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *WORK])
 @pytest.mark.parametrize("rows", GRAM_ROWS)
 def test_gram_is_within_its_bound_over_sizes_and_strides(rows: int, dtype: torch.dtype) -> None:
     """Element by element, k u |W||W|^T with the k that the brackets rest on."""
