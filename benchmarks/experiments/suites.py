@@ -248,9 +248,9 @@ SUITES: dict[str, Suite] = {
         seeds=3,
         traced=0,
         history="Resized on runs of the default alone: from 128 tokens at rate 0.002 it stayed at chance with 1 of 2 "
-        "seeds, in 200 and in 500 steps, and at rate 0.0005 too; from 64 tokens at rate 0.001 that seed learned. At 200 "
-        "steps of the first size other schemes had been seen with one or two seeds each (24 to 25 %, and 9 % with that "
-        "seed).",
+        "seeds, in 200 and in 500 steps, and at rate 0.0005 too; from 64 tokens at rate 0.001 that seed learned. At "
+        "200 steps of the first size other schemes had been seen with one or two seeds (24 to 25 %, and 9 % with that "
+        "one).",
     ),
     "retrieval-gpt": Suite(
         "retrieval",
