@@ -167,7 +167,8 @@ def _weights(layer: AttentionLayer, row: Mechanics) -> tuple[dict[str, Tensor], 
         if is_sharded(layer.weight(projection)):
             raise NoJacobian(
                 f"{projection.parameter} is a DTensor in this call, as under tensor parallelism, and a head's J needs "
-                "its whole weights; FSDP2 (fully_shard) has them whole inside the forward"
+                "its whole weights; FSDP2 has them whole in the forward if fully_shard takes the attention layer, or a "
+                "block around it, as one unit"
             )
     own = {label for part in row.parts for label in part}
     if not own <= set(by_label) <= own | set(row.fixed) or len(by_label) < len(layer.projections):
@@ -197,6 +198,12 @@ def _bias(layer: AttentionLayer, projection: Projection, row: Mechanics) -> Tens
         return None if apart is None else apart.unflatten(0, (layer.module.num_heads, -1))
     input_major = isinstance(projection.view, HeadView) and projection.view.input_major
     return projection.view(bias[None] if input_major else bias[:, None])[..., 0]
+
+
+def own_labels(family: str) -> frozenset[str]:
+    """Labels of the projections that the Jacobian of a class's heads is with respect to."""
+    row = _BY_CLASS.get(family)
+    return frozenset("qkv") if row is None else frozenset(label for part in row.parts for label in part)
 
 
 # --- the table -----------------------------------------------------------------------------------------------------
