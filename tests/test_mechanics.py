@@ -17,8 +17,10 @@ import conditioned_kernels as ck
 from conditioned_kernels.heads import FAMILIES, MECHANICS, attention_heads
 from conditioned_kernels.heads.mechanics import REFUSED
 from conditioned_kernels.jacobian import AttentionHeads, NoJacobian, attention_output, jvp
+from conditioned_kernels.jacobian.heads import mapped
 
 from .models import BERT, CASES, LLAMA, Case, deepseek, falcon, hf
+from .test_jacobian import jacobian
 
 COVERED = {name for row in MECHANICS for name in row.classes}
 OUTPUTS = ("o_proj", "Wo", "out_proj", "c_proj", "dense", "proj", "o", "out_lin")
@@ -134,7 +136,6 @@ def mutations(heads: AttentionHeads) -> dict[str, AttentionHeads]:
 
 REFUSED_BY_CONFIGURATION = {
     "torch-mha-bias-kv": "bias_k",
-    "nystromformer": "4 landmarks of 8 tokens",
     "deberta_v2-shared": "relative_attention",
     "deberta_v2-positions": "relative_attention",
     "mpt": "clip_qkv",
@@ -313,6 +314,9 @@ def test_masks_of_a_flash_kernel_mean_the_same():
     for sample, kept in enumerate(LEFT.bool()):
         got, wanted = attention_output(flash)[sample, :, kept], expected[sample, :, kept]
         torch.testing.assert_close(got, wanted)
+    for packed in ({"position_ids": torch.arange(12)[None] % 7}, {"cu_seq_lens_q": torch.tensor([0, 7, 12])}):
+        with pytest.raises(NoJacobian, match="packs several sequences into one row"):
+            attention_heads(layer, args, {**call, "attention_mask": None, **packed})
     whole = attention_heads(layer, args, {**call, "attention_mask": None}, samples=1, tokens=None)
     torch.testing.assert_close(attention_output(whole), expected[:1])
 
@@ -376,6 +380,72 @@ def test_the_window_of_tokens_avoids_padding():
     heads, _ = run(model, args, kwargs, samples=2, tokens=6)["layers.0.self_attn"]
     torch.testing.assert_close(heads.x[:, 0], hidden[0][:, 5:11])
     assert heads.mask is None or bool((heads.mask[..., 0, 0] >= 0).all())
+
+
+def test_in_cross_attention_the_window_of_keys_avoids_padding():
+    torch.manual_seed(0)
+    module = randomized(nn.MultiheadAttention(16, 4, batch_first=True))
+    layer = ck.find_attention(module).layers[0]
+    x, memory = torch.randn(2, 6, 16), torch.randn(2, 9, 16)
+    padding = torch.arange(9).expand(2, 9) < torch.tensor([[4], [2]])
+    heads = attention_heads(layer, (x, memory, memory), {"key_padding_mask": padding}, samples=2, tokens=3)
+    assert torch.equal(heads.memory[:, 0], memory[:, 4:7]) and torch.equal(heads.x[:, 0], x[:, :3])
+    assert bool(heads.mask.all()) and bool(ck.jacobian_condition(heads).effective.isfinite().all())
+    longer = attention_heads(layer, (x, memory, memory), {"key_padding_mask": padding}, tokens=50)
+    assert (longer.tokens, longer.keys) == (6, 9)
+
+
+@pytest.mark.parametrize("name", ["timm-xcit", "timm-davit-channel-v2", "deepseek_v3", "gpt_oss", "olmo2", "timm-eva"])
+def test_a_window_of_tokens_and_some_heads_have_a_jacobian(name: str):
+    """Fewer tokens than the call's: the problem on those alone, whose kappa autograd has too."""
+    case = next(each for each in CASES if each.name == name)
+    if case.missing:
+        pytest.skip(case.missing)
+    torch.manual_seed(0)
+    model, args, kwargs = case.build()
+    (heads, _), *_ = (
+        found
+        for layer, found in run(randomized(model), args, kwargs, samples=1, tokens=3, heads=[1, 0]).items()
+        if not isinstance(found[0], NoJacobian)
+    )
+    assert heads.tokens == 3 and heads.shape == (1, 2)
+    estimate = ck.jacobian_condition(heads)
+    for place in range(2):
+        one = mapped(
+            heads.select(torch.tensor([place])),
+            lambda part, _: part[0].double() if part.is_floating_point() else part[0],
+        )
+        values = torch.linalg.svdvals(jacobian(one))
+        deficient = estimate.status[0, place] == ck.Status.RANK_DEFICIENT
+        kappa = estimate.effective if deficient else estimate.kappa
+        values = values[values > 1e-12 * values[0]] if deficient else values
+        assert float(kappa[0, place]) == pytest.approx(float(values[0] / values[-1]), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"heads": [-1]}, ValueError, r"heads must be indices of query heads, 0 to 3, at least one, got \[-1\]"),
+        ({"heads": [1, 4]}, ValueError, "0 to 3"),
+        ({"heads": []}, ValueError, "at least one"),
+        ({"heads": 0}, ValueError, "heads must be an integer of at least 1, got 0"),
+        ({"heads": True}, ValueError, "heads must be an integer"),
+        ({"heads": [1.5]}, TypeError, "a number of heads or a sequence of their indices"),
+        ({"samples": 0}, ValueError, "samples must be an integer of at least 1, got 0"),
+        ({"samples": -1}, ValueError, "samples must be"),
+        ({"tokens": 0}, ValueError, "tokens must be"),
+        ({"tokens": 2.5}, ValueError, "tokens must be"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], error: type, message: str):
+    x = torch.randn(2, 5, 16)
+    layer = ck.find_attention(nn.MultiheadAttention(16, 4, batch_first=True)).layers[0]
+    with pytest.raises(error, match=message):
+        attention_heads(layer, (x, x, x), {}, **options)
+    everything = attention_heads(layer, (x, x, x), {}, samples=9, tokens=99, heads=99)
+    assert everything.shape == (2, 4) and everything.tokens == 5
+    with pytest.raises(TypeError, match="layer must be an AttentionLayer of find_attention, got str"):
+        attention_heads("attn", (x, x, x), {})
 
 
 def test_sampling_changes_nothing_and_shares_nothing(untouched_rng):

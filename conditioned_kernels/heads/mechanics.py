@@ -77,6 +77,9 @@ REFUSED = {
     "transformers.models.longformer.modeling_longformer.LongformerSelfAttention": (
         "global tokens have a second set of weights, and local ones a softmax over both"
     ),
+    "transformers.models.nystromformer.modeling_nystromformer.NystromformerSelfAttention": (
+        "its landmarks go through an iterated inverse, and a convolution adds a second path from W_V to the output"
+    ),
     "transformers.models.detr.modeling_detr.DetrMHAttentionMap": "it has no values",
 }
 """Classes that no row can describe, with the reason."""
@@ -149,6 +152,8 @@ def attention_heads(
             bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
             call = {**bound.arguments, **bound.arguments.get("kwargs", {})}
             weights, biases = _weights(layer, row)
+            if any(map(is_sharded, call.values())):
+                raise NoJacobian("its call has DTensors, of which this rank holds a part")
             reading = row.read(module, call, row)
             return assembled(sampled(reading, samples, tokens), weights, biases, heads)
     except (LayoutError, NoJacobian) as error:
@@ -270,7 +275,6 @@ MECHANICS: tuple[Mechanics, ...] = (
         read=read_transformers.deberta,
         refused=(("relative_attention", "its weights make queries and keys of positions too, which J would change"),),
     ),
-    _hf("nystromformer", "NystromformerSelfAttention", read=read_transformers.nystromformer),
     _hf("vit", "ViTAttention"),
     _hf("deit", "DeiTAttention"),
     _hf("dinov2", "Dinov2Attention"),

@@ -63,6 +63,8 @@ def _mask(module: Any, call: Call, mask: object, memory: Tensor | None) -> Tenso
         raise NoJacobian(f"its mask is a {type(mask).__name__}; use attention implementation 'sdpa' or 'eager'")
     if mask is not None and mask.ndim != 2:
         raise NoJacobian(f"its mask has {mask.ndim} dimensions, and 2 or 4 are covered")
+    if kind not in ("eager", "sdpa") and _packed(call, mask):
+        raise NoJacobian("its call packs several sequences into one row, whose ends only the kernel is told")
     kept = None if mask is None else mask.bool()[:, None, None, :]
     window = getattr(module, "sliding_window", getattr(getattr(module, "config", None), "sliding_window", None))
     if kind == "eager" or tokens == 1 or (window is None and not causal):
@@ -72,6 +74,14 @@ def _mask(module: Any, call: Call, mask: object, memory: Tensor | None) -> Tenso
     reach = keys if window is None else window
     seen = (distance < reach) & (distance >= 0 if causal else distance > -reach)
     return seen if kept is None else kept & seen
+
+
+def _packed(call: Call, mask: Tensor | None) -> bool:
+    """Whether a flash kernel is given the ends of sequences, or finds them where positions start anew."""
+    positions = call.get("position_ids")
+    if call.get("cu_seq_lens_q") is not None or mask is not None or not isinstance(positions, Tensor):
+        return call.get("cu_seq_lens_q") is not None
+    return bool((positions.diff() != 1).any())
 
 
 def _position_bias(module: Any, call: Call, row: Mechanics, reading: Reading) -> Tensor | None:
@@ -182,19 +192,6 @@ def deberta(module: Any, call: Call, row: Mechanics) -> Reading:
     scale = (parts * module.attention_head_size) ** -0.5
     mask = call["attention_mask"].bool()
     return Reading(tokens if queries is None else queries, None if queries is None else tokens, mask=mask, scale=scale)
-
-
-def nystromformer(module: Any, call: Call, row: Mechanics) -> Reading:
-    """Plain attention where it has as many landmarks as tokens and no convolution."""
-    if module.num_landmarks != module.seq_len:
-        raise NoJacobian(
-            f"its {module.num_landmarks} landmarks of {module.seq_len} tokens go through an iterated inverse, of which "
-            "no closed form is written"
-        )
-    if module.conv_kernel_size is not None:
-        raise NoJacobian("its convolution over the values adds a second path from W_V to the output")
-    scale = module.attention_head_size**-0.5
-    return Reading(call[row.x], mask=call.get(row.mask), scale=scale)
 
 
 def latent(module: Any, call: Call, row: Mechanics) -> Reading:
