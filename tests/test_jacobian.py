@@ -412,6 +412,20 @@ def test_more_outputs_than_independent_parameters_is_rank_deficient():
     assert lanczos.status != Status.CONVERGED
 
 
+@pytest.mark.parametrize("seed", [7, 44, 117])
+def test_the_vector_of_the_smallest_value_has_nothing_left_of_the_largest(seed: int):
+    """F06: its quotient was 1e-6 off, at kappa 3e3, by what it had of eigenvectors whose values are 1e8 times as large."""
+    heads = replace(
+        problem("biases", 24, 8),
+        softcap=3.0,
+        sink=torch.zeros((), dtype=torch.float64),
+        norm_q=HeadNorm("layer", randn(8, seed=200 + seed), None, 1e-2),
+        x=randn(24, FEATURES, seed=100 + seed),
+        b_k=randn(8, seed=300 + seed),
+    )
+    assert float(ck.jacobian_condition(heads, method="exact").kappa) == pytest.approx(exact_kappa(heads), rel=1e-8)
+
+
 @pytest.mark.parametrize("value_dim", [7, 13])
 def test_more_outputs_than_parameters_may_have_full_rank(value_dim: int):
     """J J^T then has null vectors whatever J is, and says nothing about sigma_min(J)."""
