@@ -45,12 +45,8 @@ def opened(
     The architecture is ``like``, else the ``config.json`` beside the file. With ``outputs``, W_O is in the map too.
     """
     with Checkpoint(path) as checkpoint:
-        if like is not None:
-            model = architectures.build(like, config=config, device="meta")
-        elif (found := config or checkpoint.config) is not None:
-            with torch.device("meta"):
-                model = architectures.from_config(architectures.transformers_config(None, found))
-        else:
+        model = architectures.of_checkpoint(like, config, checkpoint.config)
+        if model is None:
             raise CheckpointError(
                 f"{path} does not say what model it is of, and no config.json lies beside it; name its architecture "
                 "with --like, e.g. --like transformers:bert --config config.json"

@@ -24,12 +24,19 @@ Blocks = list[tuple[range, Tensor]]
 """New values by chunk of heads: whole heads, or of a sharded weight what :meth:`Piece.select` kept of them."""
 
 
-def writable(
-    model: nn.Module, scope: Scope, choose: Callable[[Discovery], list[Target]] = resolve
-) -> tuple[Discovery, list[Target]]:
+Choice = Callable[[nn.Module, Discovery], list[Target]]
+"""Picks the targets of a scheme."""
+
+
+def projections(model: nn.Module, found: Discovery) -> list[Target]:
+    """Q, K and V of every layer."""
+    return resolve(found)
+
+
+def writable(model: nn.Module, scope: Scope, choose: Choice = projections) -> tuple[Discovery, list[Target]]:
     """The model's attention in ``scope``, and the targets chosen there, each of which may be written."""
     found = locate(model, scope)
-    targets = choose(found)
+    targets = choose(model, found)
     for target in targets:
         _check(target, scope)
     return found, targets

@@ -28,7 +28,7 @@ class MonitorCallback:
         self._sinks, self._options = tuple(sinks), options
 
     def _begin(self, model: nn.Module, step: int, *, main: bool) -> None:
-        self._end(failed=True)  # a run that failed before this one; not every trainer tells
+        self._end(failed=True)  # a run that failed; not every trainer tells
         sinks = self._sinks if main else ()
         self.monitor = ConditioningMonitor(model, first_step=step, sinks=sinks, **self._options)
 
