@@ -60,6 +60,19 @@ def build(name: str, *, config: str | Path | None = None, device: str = "cpu", s
         return {"timm": _timm, "torch": _torch, "python": _python}[library](model)
 
 
+def of_checkpoint(like: str | None, config: str | Path | None, beside: Path | None = None) -> nn.Module | None:
+    """The architecture of stored tensors, without values.
+
+    That is ``like`` with ``config``; else what ``config`` or the configuration ``beside`` the tensors says; else None.
+    """
+    if like is not None:
+        return build(like, config=config, device="meta")
+    if (file := config or beside) is None:
+        return None
+    with torch.device("meta"):
+        return from_config(transformers_config(None, file))
+
+
 def transformers_config(model_type: str | None, file: str | Path | None) -> Any:
     """A transformers configuration from a model type, a JSON file, or both (the file on the type's defaults)."""
     transformers = _library("transformers")

@@ -12,9 +12,10 @@ from torch import nn
 from . import _validate
 from .heads.discover import Where
 from .heads.layout import LATENT, LayoutFunction
-from .heads.wrappers import quiet_parametrizations
-from .initialize.apply import locate, measure_all, resolve, sigma_tolerance
 from .initialize.init_report import InitReport, ProjectionReport
+from .initialize.measure import measure_all, sigma_tolerance
+from .initialize.scope import Scope, locate, weights_of
+from .initialize.target import resolve
 
 
 @dataclass(frozen=True)
@@ -79,16 +80,14 @@ def verify(
         as :func:`conditioned_`; ValueError if the report is of another model.
     """
     _check_gain(gain)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if report is not None and report.deferred:
         raise ValueError(
             "report is of an initialization that was deferred on the meta device, which has touched nothing yet; "
             "verify what materialize_ returns"
         )
     wanted = {(entry.parameter, entry.label): entry.gain for entry in report.touched} if report else None
-    with torch.no_grad(), quiet_parametrizations(model):
-        found = locate(model, where=where, layouts=layouts, strict=strict)
+    with weights_of(model):
+        found = locate(model, Scope(where, layouts, strict))
         found_targets = resolve(found, outputs=wanted is not None)
         targets = [target for target in found_targets if wanted is None or target.key in wanted]
         for target in targets:

@@ -438,8 +438,9 @@ struct SmallMatrix {
   };
 
   // delta: |lambda_i(source) - lambda_i(exact Gram)| <= delta. start: 2 x n warm vectors or null. ritz: 2 x n out.
-  CK_FN Spectrum spectrum_bracket(const Source<T>& source, double delta, double rtol, int max_steps, const T* start,
-                                  T* ritz, T* work) const {
+  // With give_up, the estimates are left as they are once no bracket can be as narrow as rtol.
+  CK_FN Spectrum spectrum_bracket(const Source<T>& source, double delta, double rtol, bool give_up, int max_steps,
+                                  const T* start, T* ritz, T* work) const {
     const int K = padded(max_steps);
     T* a = work;
     T* basis = a + N * N;
@@ -487,6 +488,7 @@ struct SmallMatrix {
     bool proved[ends] = {false, false};
     double widen = 1;
     bool fresh = true;  // a holds the matrix, not a factor
+    bool hopeless = false;
     for (;;) {
       if (steps < max_steps) {
         if (!fresh) load(source, scale, 0, false, a);
@@ -502,7 +504,9 @@ struct SmallMatrix {
           const double tolerance = (margin[0] < margin[1] ? margin[0] : margin[1]) / 32;
           extremes({diagonal, beside, steps}, bound, tolerance, counts, now);
           choose_margins(now[0], now[1], delta, rtol, floor_margin, margin);
-          settled = steps == max_steps;
+          // No Ritz value is below lambda_min, so delta alone takes at least this much of rtol.
+          hopeless = give_up && !(left_of(rtol, delta, bound, now[1]) > 0);
+          settled = steps == max_steps || hopeless;
           if (steps >= must || (early && steps >= 4)) {
             bool still = true;
             for (int end = 0; end < ends; ++end) {
@@ -522,6 +526,7 @@ struct SmallMatrix {
           inner[end] = rayleigh(a, x[end], partial);
         }
       }
+      if (hopeless) break;
       for (int end = 0; end < ends; ++end) {
         if (proved[end]) continue;
         const double guess = end == 0 ? inner[0] + widen * margin[0] : inner[1] - widen * margin[1];
@@ -559,14 +564,18 @@ struct SmallMatrix {
 
   CK_FN static double positive(double value) { return value > 0 ? value : value != value ? value : 0; }
 
+  // What delta leaves of the width that rtol allows, as a sum over the two ends relative to the eigenvalues.
+  CK_FN static double left_of(double rtol, double delta, double top, double bottom) {
+    if (!(bottom > delta)) return -1;
+    return 2 * rtol - rtol * rtol - 2 * delta / (top - delta) - 2 * delta / (bottom - delta);
+  }
+
   // How far outside the Ritz values the two proofs are tried: equal relative shares of what rtol leaves after delta,
   // or the floor that rounding sets where that is nothing.
   CK_FN static void choose_margins(double top, double bottom, double delta, double rtol, double floor_margin,
                                    double* margin) {
     margin[0] = margin[1] = floor_margin;
-    if (!(bottom > delta)) return;
-    const double left = 2 * rtol - rtol * rtol - 2 * delta / (top - delta) - 2 * delta / (bottom - delta);
-    const double share = first_margin * left;
+    const double share = first_margin * left_of(rtol, delta, top, bottom);
     if (share * top > floor_margin) margin[0] = share * top;
     if (share * (bottom - delta) > floor_margin) margin[1] = share * (bottom - delta);
   }

@@ -121,7 +121,26 @@ def check_pipeline(folder: Path) -> None:
             watch(model)
 
 
-CHECKS = [check_placements, check_fsdp2, check_training_is_the_same, check_disagreement, check_pipeline]
+def check_failure(folder: Path) -> None:
+    """C11: a rank whose training fails closes its monitor without waiting for the others."""
+    _, mesh, where = next(placements(dist.get_world_size()))
+    monitor = watch(shard(MODELS["llama"](), mesh, where))
+    if dist.get_rank() == 0:
+        with pytest.raises(ZeroDivisionError), monitor:
+            raise ZeroDivisionError
+        assert monitor.records and not any(record.spectrum and record.step for record in monitor.records)
+    dist.barrier()
+    monitor.close(failed=True)
+
+
+CHECKS = [
+    check_placements,
+    check_fsdp2,
+    check_training_is_the_same,
+    check_disagreement,
+    check_pipeline,
+    check_failure,
+]
 
 
 def run_checks(folder: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import conditioned_kernels as ck
-from conditioned_kernels.initialize import apply
+from conditioned_kernels.initialize import apply, writing
 
 from . import tolerances
 from .matrices import svd
@@ -618,9 +618,9 @@ class Injected(Exception):
         ((CONDITIONED, "semi_orthogonal"), 3),
         ((CONDITIONED, "identity_heads"), 2),
         ((apply, "measure"), 5),
-        ((apply, "_write"), 1),
-        ((apply, "_write"), 5),
-        ((apply, "_write"), 9),
+        ((writing, "write"), 1),
+        ((writing, "write"), 5),
+        ((writing, "write"), 9),
     ],
     ids=["sampling", "identity", "measuring", "first write", "middle write", "last write"],
 )
@@ -637,7 +637,7 @@ def test_a_failure_leaves_the_model_bit_identical(
         nonlocal calls
         calls += 1
         if calls == call:
-            if place[1] == "_write":
+            if place[1] == "write":
                 target, [(_, heads)] = args
                 target.heads[: HEADS // 2].copy_(heads[: HEADS // 2])  # half written when it happens
             raise error
@@ -648,7 +648,7 @@ def test_a_failure_leaves_the_model_bit_identical(
         ck.conditioned_(model)
     assert calls >= call
     assert same(model, before)
-    assert not any(hasattr(p, apply.MARK) for p in model.parameters())
+    assert not any(hasattr(p, writing.MARK) for p in model.parameters())
     monkeypatch.undo()
     assert ck.verify(model, ck.conditioned_(model))
 

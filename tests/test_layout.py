@@ -26,8 +26,8 @@ from conditioned_kernels.heads import (
     support_table,
 )
 from conditioned_kernels.heads.layout import from_views
-from conditioned_kernels.initialize.apply import resolve
 from conditioned_kernels.initialize.conditioned import identity_heads
+from conditioned_kernels.initialize.target import resolve
 
 from .models import deepseek, falcon, hf, torch_attention
 

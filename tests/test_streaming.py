@@ -18,7 +18,8 @@ import conditioned_kernels as ck
 from conditioned_kernels import shards, sources
 from conditioned_kernels.architectures import build
 from conditioned_kernels.checkpoint import Checkpoint, CheckpointError, Entry
-from conditioned_kernels.sources import InitOptions, init_file
+from conditioned_kernels.file_schemes import InitOptions
+from conditioned_kernels.sources import init_file
 
 transformers = pytest.importorskip("transformers")
 

@@ -25,11 +25,11 @@ _TOP_STEPS, _BOTTOM_STEPS = 400, 200
 
 @dataclass(frozen=True, eq=False)
 class Size:
-    """Of the whole Jacobian: rows and columns before any compression, and value_dim."""
+    """Of the whole Jacobian: rows and columns before any compression, and the spare directions of value space."""
 
     rows: int
     cols: int
-    values: int
+    spare: int
 
     @property
     def count(self) -> int:
@@ -84,15 +84,15 @@ def by_svd(head: LinearHead, size: Size, rtol: float) -> Ends:
     values = torch.linalg.svdvals(matrix(head))
     rows = head.output.shape[-2] * head.output.shape[-1]
     values = torch.nn.functional.pad(values, (0, rows - values.shape[-1]))
-    spare = size.values - head.v.shape[-1]
-    if spare:
+    if size.spare:
         context = torch.linalg.svdvals(head.context())
         context = torch.nn.functional.pad(context, (0, head.output.shape[-2] - context.shape[-1]))
-        values = torch.cat((values, context.repeat(1, spare)), -1).sort(-1, descending=True).values
+        values = torch.cat((values, context.repeat(1, size.spare)), -1).sort(-1, descending=True).values
     values = values[:, : size.count]
     delta = size.noise * values[:, :1]
     kept = values > delta
-    smallest = torch.where(kept, values, torch.inf).amin(-1)
+    # A J of zeros has no such value.
+    smallest = torch.where(kept, values, torch.inf).amin(-1).nan_to_num(posinf=torch.nan)
     top, bottom, delta = values[:, 0], values[:, -1], delta[:, 0]
     deficient = torch.where(kept.all(-1), int(Status.CONVERGED), int(Status.RANK_DEFICIENT)).to(torch.int8)
     low = (bottom - delta).clamp_min(0)
@@ -104,13 +104,13 @@ def _by_gram(head: LinearHead, size: Size, rtol: float) -> Ends:
     n = product.shape[-1]
     top = largest(head.gram_product, len(product), n, product.device, steps=_TOP_STEPS, tolerance=1e-12)
     # |computed J J^T - J J^T| <= terms u trace, and so are the errors of the Cholesky factors below, as n u trace.
-    terms = 2 * (head.q.shape[-1] + head.x.shape[-1] + head.v.shape[-1]) + n
+    terms = 2 * (head.q.shape[-1] + head.x.shape[-1] + head.v.shape[-1] + head.p.shape[-1]) + n
     delta = terms * _EPS / 2 * product.diagonal(dim1=-2, dim2=-1).sum(-1)
     margin = rtol / 4
     ceiling = top.value * (1 + margin)
     proven = _positive(-product, ceiling)
     top_high = torch.where(proven, ceiling + delta, _top_eigenvalue(product, proven) + 2 * delta)
-    if size.values > head.v.shape[-1]:
+    if size.spare:
         bottom, low, high = _context_end(head)
     else:
         bottom, low, high = _lowest(head, product, delta, margin)
@@ -151,7 +151,7 @@ def bracket(head: LinearHead, size: Size, rtol: float, max_steps: int) -> Ends:
     ceiling = torch.where(
         top.complete, top.value * (1 + rows * _EPS), top.value / (1 - lost) if lost < 1 else torch.inf
     )
-    if size.values == head.v.shape[-1]:
+    if not size.spare:
         value = _bottom_quotient(head, max_steps)
         bottom = high = value.sqrt()
         low = torch.minimum(low, high)
@@ -163,7 +163,7 @@ def bracket(head: LinearHead, size: Size, rtol: float, max_steps: int) -> Ends:
 def _bottom_quotient(head: LinearHead, max_steps: int) -> Tensor:
     """An upper bound of lambda_min, usually sharp: Davidson, preconditioned by the blocks of value coordinates."""
     head = head.rotated()
-    b, tokens, size = head.output.shape
+    b, (size, tokens) = len(head.output), head.blocks
     factor = _block_factors(head)
 
     def precondition(u: Tensor) -> Tensor:
@@ -186,22 +186,25 @@ def _block_factors(head: LinearHead) -> Tensor:
 
 
 def _context_end(head: LinearHead) -> tuple[Tensor, Tensor, Tensor]:
-    """sigma_min(P X) over all tokens, with a bracket; 0 where there are fewer features than tokens."""
-    context = head.context()
-    tokens = context.shape[-2]
-    values = torch.linalg.svdvals(context)
-    if values.shape[-1] < tokens:
-        zero = torch.zeros_like(values[:, 0])
-        return zero, zero, zero
-    delta = max(context.shape[-2:]) * _EPS * values[:, 0]
-    bottom = values[:, -1]
-    return bottom, (bottom - delta).clamp_min(0), bottom + delta
+    """A lower bound of sigma_min(J), with a bracket of its own: that of its W_V part, or 0 where that is not wide.
+
+    The W_V part is I (x) (P X), over channels P (x) X.
+    """
+    parts = (head.p, head.values) if head.channels else (head.context(),)
+    bottom = low = high = head.p.new_ones(len(head.p))
+    for part in parts:
+        values = torch.linalg.svdvals(part)
+        if part.shape[-1] < part.shape[-2]:
+            values = torch.zeros_like(values)
+        delta = max(part.shape[-2:]) * _EPS * values[:, 0]
+        last = values[:, -1]
+        bottom, low, high = bottom * last, low * (last - delta).clamp_min(0), high * (last + delta)
+    return bottom, low, high
 
 
 def _quotient(head: LinearHead, u: Tensor) -> Tensor:
     """|J^T u|^2 / |u|^2 for u (b, rows)."""
-    tokens, size = head.output.shape[-2:]
-    parts = head.vjp(u.view(-1, size, tokens).mT)
+    parts = head.vjp(u.view(-1, *head.blocks).mT)
     return sum((part.square().sum((-2, -1)) for part in parts), torch.zeros(())) / u.square().sum(-1)
 
 

@@ -1,0 +1,60 @@
+"""Which attention weights of a model a call is about."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .. import distributed
+from ..heads.discover import Discovery, NoAttentionFound, Where, find_attention
+from ..heads.layout import LayoutFunction
+from ..heads.wrappers import quiet_parametrizations
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The arguments of those names, put together where a user's call comes in; see :func:`conditioned_`."""
+
+    where: Where | None = None
+    layouts: Mapping[type[nn.Module], LayoutFunction] | None = None
+    strict: bool = True
+    include_frozen: bool = False
+    overwrite: bool = False
+
+
+@contextmanager
+def weights_of(model: nn.Module) -> Iterator[None]:
+    """The state in which weights are read and written: outside inference mode, no gradients, nothing recomputed."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    with torch.inference_mode(False), torch.no_grad(), quiet_parametrizations(model):
+        yield
+
+
+def locate(model: nn.Module, scope: Scope) -> Discovery:
+    """:func:`find_attention`, refusing a model without known attention and, if ``strict``, with unknown attention."""
+    distributed.reshard(model)
+    found = find_attention(model, where=scope.where, layouts=scope.layouts)
+    unknown = "; ".join(f"{name or 'the model itself'}: {reason}" for name, reason in found.unknown)
+    remedy = (
+        "Tell where its heads are with layouts={Class: function} or register_layout(Class, function), where function "
+        "returns {'q': view, 'k': view, 'v': view}, each a strided view (heads, head_dim, in_features) of a parameter"
+    )
+    if found.unknown and scope.strict:
+        raise NoAttentionFound(f"unknown attention: {unknown}. {remedy}; or pass strict=False to leave it alone")
+    if not found.layers:
+        reasons = (
+            unknown
+            or "; ".join(f"{name}: {reason}" for name, reason in found.skipped)
+            or "no module looks like attention"
+        )
+        message = f"no attention layer to initialize in {type(model).__name__} ({reasons}). {remedy}"
+        if scope.strict:
+            raise NoAttentionFound(message)
+        warnings.warn(message, stacklevel=5)
+    return found
