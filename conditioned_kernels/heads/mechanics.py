@@ -211,6 +211,16 @@ def own_labels(family: str) -> frozenset[str]:
     return frozenset("qkv") if row is None else frozenset(label for part in row.parts for label in part)
 
 
+def coverage(family: str) -> str:
+    """Whether the heads of a class have a Jacobian, in words."""
+    if family in REFUSED:
+        return f"no: {REFUSED[family]}"
+    row = _BY_CLASS.get(family)
+    if row is None:
+        return "no: its mechanics are unknown"
+    return f"yes, without {' or '.join(name for name, _ in row.refused)}" if row.refused else "yes"
+
+
 # --- the table -----------------------------------------------------------------------------------------------------
 
 
