@@ -125,6 +125,7 @@ def _suite_text(summary: Summary, tables: Mapping[str, float]) -> str:
         suite.history,
         f"Baselines without attention: {'; '.join(shown)}." if shown else "",
         _main_table(summary),
+        _sweep_table(summary),
         _jacobian_table(summary),
         f"![curves]({summary.name}.png)",
     ]
@@ -145,7 +146,7 @@ def _main_table(summary: Summary) -> str:
             {
                 "initialization": SCHEMES[row.scheme].title,
                 "seeds": str(len(row.curves)),
-                "rate (of)": f"{row.rate:g} ({', '.join(f'{rate:g}' for rate in row.tried)})",
+                "rate": f"{row.rate:g}",
                 "final": _value(summary, row.final) + (f", {row.diverged} diverged" if row.diverged else ""),
                 "minus default, best rates": _against_default(summary, row),
                 f"minus default, both at {default.rate:g}": _judged(
@@ -156,6 +157,24 @@ def _main_table(summary: Summary) -> str:
             }
         )
     return _table(rows)
+
+
+def _sweep_table(summary: Summary) -> str:
+    rates = sorted({rate for row in summary.rows for rate in row.tried})
+    if len(rates) == 1:
+        return ""
+    rows = []
+    for row in summary.rows:
+        cells = {
+            f"{rate:g}": _number(summary, row.tried[rate]) if math.isfinite(row.tried[rate]) else "diverged"
+            for rate in rates
+            if rate in row.tried
+        }
+        best = f"{row.rate:g}"
+        rows.append({"initialization": SCHEMES[row.scheme].title} | cells | {best: f"**{cells[best]}**"})
+    names = ("initialization", *(f"{rate:g}" for rate in rates))
+    title = f"Mean over the first {summary.suite.sweep} seeds by learning rate, the best in bold:\n\n"
+    return title + _table([dict.fromkeys(names, "") | row for row in rows])
 
 
 def _jacobian_table(summary: Summary) -> str:

@@ -109,13 +109,13 @@ class Suite:
                 break
         return tuple(rates)
 
-    def tried(self, scheme: str, finals: Mapping[Cell, Any]) -> tuple[float, ...]:
-        """The rates this scheme was tried at on all of the sweep's seeds, in order."""
-        return tuple(self.means(scheme, self.wanted_rates(scheme, finals), finals))
+    def tried(self, scheme: str, finals: Mapping[Cell, Any]) -> dict[float, float]:
+        """:meth:`means` of the rates this scheme was tried at, from the smallest rate to the largest."""
+        return self.means(scheme, self.wanted_rates(scheme, finals), finals)
 
     def best_rate(self, scheme: str, finals: Mapping[Cell, Any]) -> float | None:
         """The rate with the best mean final metric over the sweep's seeds; None until ``rates`` are tried."""
-        means = self.means(scheme, self.wanted_rates(scheme, finals), finals)
+        means = self.tried(scheme, finals)
         return max(means, key=lambda rate: means[rate]) if set(self.rates) <= set(means) else None
 
     def pending(self, schemes: Iterable[str], finals: Mapping[Cell, Any], *, same_rate: bool = False) -> list[Cell]:
