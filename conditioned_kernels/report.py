@@ -130,7 +130,8 @@ def kappa_figure(panels: Mapping[str, Sequence[ProjectionReport]]) -> Any:
             image = axis.imshow(
                 grids[name, label], vmin=0, vmax=top, cmap="viridis", aspect="auto", interpolation="nearest"
             )
-            axis.set_title(f"{name}: {role_name(label)}" if name else role_name(label), fontsize=9)
+            title = f"{name}: {role_name(label)}" if name else role_name(label)
+            axis.set_title(title, fontsize=9, parse_math=False)  # names may come from a file
             axis.set_xlabel("head", fontsize=8)
             if column == 0:
                 axis.set_ylabel("attention layer", fontsize=8)

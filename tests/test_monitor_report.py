@@ -123,6 +123,8 @@ def test_odd_runs(tmp_path: Path) -> None:
         [Record(0, name, "jacobian", -1, status=name)],
         [Record(7, name, "q", 0, kappa=2.0, low=2.0, high=2.0)],
         [Record(7, name, "q", 0, kappa=math.nan), Record(8, name, "k.rope", 0, kappa=math.inf)],
+        [Record(7, name, "q", 0, status="non_finite", spectrum=each) for each in ((), (math.nan, math.nan))],
+        [Record(7, name, "$\\frac{$", 0, kappa=2.0, spectrum=each) for each in ((), (2.0, 1.0))],
     ):
         run_html(tmp_path / "page.html", name, records)
         text = (tmp_path / "page.html").read_text(encoding="utf-8")
