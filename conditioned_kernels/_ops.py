@@ -19,6 +19,9 @@ from torch import Tensor
 from . import _extension, _torch
 from ._backend import extension_refusal
 
+WIDE_ROWS = 64
+"""Above this many rows a bracket's r x r stage works in float64."""
+
 _NAMESPACE = "conditioned_kernels"
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
@@ -57,24 +60,36 @@ def native() -> Any:
     return getattr(torch.ops, _NAMESPACE)
 
 
-def gram(weights: Tensor) -> Tensor:
+def gram(weights: Tensor, wide_products: bool = False, wide_gram: bool = False) -> Tensor:
     """W W^T of each (r, c) matrix of a batch on the CPU, exactly symmetric.
 
     Parameters
     ----------
-    weights : (b, r, c), float32 or float64, any strides; fastest where rows or columns are contiguous.
+    weights : (b, r, c), bfloat16, float32 or float64, any strides; fastest where rows or columns are contiguous.
+    wide_products : multiply in float64, else in the work dtype of ``weights``.
+    wide_gram : return float64, else the work dtype of ``weights``.
 
     Notes
     -----
     *Accuracy.* Each element has |error| <= :func:`gram_terms` u sum |x||y|. The result does not depend on the number of
     threads. *Cost.* r^2 c flops and one read, half of a general product; one thread per matrix.
     """
-    return native().gram(weights)
+    return native().gram(weights, wide_products, wide_gram)
 
 
-def gram_terms(cols: int, dtype: torch.dtype) -> int:
-    """How often :func:`gram` rounds a product on its way into its sum of ``cols``; the sizes are in csrc/gram.h."""
-    return min(cols, 32) + 8 + -(-cols // (1024 // dtype.itemsize))
+def gram_terms(rows: int, cols: int, products: torch.dtype, result: torch.dtype) -> int:
+    """The k for which |error| <= k u sum |x||y| in an element of :func:`gram`, with u the unit roundoff of ``result``.
+
+    Runs of products are summed in ``products``, and the runs in float64; the sizes are in csrc/gram.h.
+    """
+    if products == torch.float64:
+        return min(cols, 32) + 4 + -(-cols // 128)
+    run = min(cols, 16 if rows > 128 else 32) + 1
+    return run + 1 if result == products else (run + 1) * round(_unit(products) / _unit(result))
+
+
+def _unit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
 
 
 def gram_factor(gram: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,7 +116,7 @@ def gram_factor(gram: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def spectrum_bracket(
-    gram: Tensor, error: Tensor, rtol: float, max_steps: int, start: Tensor | None = None
+    gram: Tensor, error: Tensor, rtol: float, max_steps: int, start: Tensor | None = None, give_up: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Certified extreme eigenvalues of each Gram matrix.
 
@@ -112,6 +127,7 @@ def spectrum_bracket(
     rtol : wanted ``high / low - 1`` of kappa = sqrt(lambda_max / lambda_min).
     max_steps : Lanczos steps at most, in [1, n]; n makes the eigenvalues exact to rounding.
     start : (b, 2, n), the vectors of an earlier call, as a warm start.
+    give_up : stop as soon as ``error`` alone puts ``rtol`` out of reach, with estimates as good as they are then.
 
     Returns
     -------
@@ -125,7 +141,7 @@ def spectrum_bracket(
     *Accuracy.* The brackets hold whatever the status. *Cost.* k (2 n^2 + 4 k n) flops for k steps and 2 n^3 / 3 for
     the two proofs; k is about 24 for a Gaussian 768 x 64 matrix at rtol 1e-3, and 4 from a warm start.
     """
-    return native().spectrum_bracket(gram, error, rtol, max_steps, start)
+    return native().spectrum_bracket(gram, error, rtol, max_steps, start, give_up)
 
 
 def philox_normal_(out: Tensor, key: int, head: int, element: int) -> None:
@@ -138,7 +154,7 @@ def _factor(gram: Tensor, method: str) -> Tensor:
 
 
 def _extremes(gram: Tensor, rounding: Tensor, rtol: float) -> Tensor:
-    return _follow(gram, rounding, rtol, None)[0]
+    return spectrum_bracket(gram, rounding, rtol, gram.shape[-1], give_up=True)[0].T
 
 
 def _follow(gram: Tensor, rounding: Tensor, rtol: float, vectors: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -151,10 +167,16 @@ def _gram(weights: Tensor) -> Tensor:
     return gram(weights) if weights.device.type == "cpu" else _torch.gram_plain(weights)
 
 
-def _gram_terms(weights: Tensor) -> tuple[Tensor, int]:
+def _gram_terms(weights: Tensor, work: torch.dtype) -> tuple[Tensor, int]:
     if weights.device.type != "cpu":
-        return _torch.gram_blocked(weights)
-    return gram(weights), gram_terms(weights.shape[-1], weights.dtype)
+        return _torch.gram_terms(weights, work)
+    _, rows, cols = weights.shape
+    # What float32 loses in the r x r stage goes with r, too, and costs next to nothing to keep where r is large.
+    wide = rows > WIDE_ROWS or work == torch.float64
+    if weights.dtype == torch.float16:
+        weights = weights.float()
+    products = gram(weights, work == torch.float64, wide)
+    return products, gram_terms(rows, cols, work, products.dtype)
 
 
 _TORCH = _torch.SMALL_MATRIX
@@ -171,11 +193,11 @@ def small_matrix(backend: str, matrices: Tensor) -> _torch.SmallMatrix:
     if short > _triton_route().MAX_ROWS:
         return stage
 
-    def gram_terms(weights: Tensor) -> tuple[Tensor, int]:
+    def gram_terms(weights: Tensor, work: torch.dtype) -> tuple[Tensor, int]:
         # The second level is in fp64, for which there are no kernels.
-        return (_torch.gram_blocked if weights.dtype == torch.float64 else _triton_route().gram_terms)(weights)
+        return _torch.gram_terms(weights, work) if work == torch.float64 else _triton_route().gram_terms(weights)
 
-    return stage._replace(gram_terms=gram_terms, halves=True)
+    return stage._replace(gram_terms=gram_terms)
 
 
 def orthogonalize(backend: str, weights: Tensor, method: str, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,9 +245,10 @@ def _triton_route() -> Any:
     return importlib.import_module("._triton.route", __package__)
 
 
-def _gram_fake(weights: Tensor) -> Tensor:
+def _gram_fake(weights: Tensor, wide_products: bool = False, wide_gram: bool = False) -> Tensor:
     b, r, _ = weights.shape
-    return weights.new_empty(b, r, r)
+    dtype = torch.float64 if wide_gram else _torch.work_dtype(weights.dtype)
+    return weights.new_empty(b, r, r, dtype=dtype)
 
 
 def _gram_factor_fake(gram: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,7 +257,7 @@ def _gram_factor_fake(gram: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor
 
 
 def _spectrum_bracket_fake(
-    gram: Tensor, error: Tensor, rtol: float, max_steps: int, start: Tensor | None = None
+    gram: Tensor, error: Tensor, rtol: float, max_steps: int, start: Tensor | None = None, give_up: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     b, n, _ = gram.shape
     return (
@@ -259,9 +282,9 @@ def _unfold(out: tuple[Tensor, ...], size: int) -> tuple:
     return tuple(t.unflatten(0, (size, t.shape[0] // size)) for t in out), (0,) * len(out)
 
 
-def _gram_vmap(info: Any, in_dims: tuple, weights: Tensor) -> tuple[Tensor, int]:
+def _gram_vmap(info: Any, in_dims: tuple, weights: Tensor, *rest: bool) -> tuple[Tensor, int]:
     size = info.batch_size
-    (gram,), _ = _unfold((native().gram(_front(weights, in_dims[0], size)),), size)
+    (gram,), _ = _unfold((native().gram(_front(weights, in_dims[0], size), *rest),), size)
     return gram, 0
 
 
@@ -271,9 +294,16 @@ def _gram_factor_vmap(info: Any, in_dims: tuple, gram: Tensor, method: str) -> t
 
 
 def _spectrum_bracket_vmap(
-    info: Any, in_dims: tuple, gram: Tensor, error: Tensor, rtol: float, max_steps: int, start: Tensor | None = None
+    info: Any,
+    in_dims: tuple,
+    gram: Tensor,
+    error: Tensor,
+    rtol: float,
+    max_steps: int,
+    start: Tensor | None = None,
+    give_up: bool = False,
 ) -> tuple:
     size = info.batch_size
     start = None if start is None else _front(start, in_dims[4], size)
     gram, error = _front(gram, in_dims[0], size), _front(error, in_dims[1], size)
-    return _unfold(native().spectrum_bracket(gram, error, rtol, max_steps, start), size)
+    return _unfold(native().spectrum_bracket(gram, error, rtol, max_steps, start, give_up), size)

@@ -23,6 +23,9 @@ NEWTON_STEPS = 5
 """Coupled Newton-Schulz steps in the working precision; with the last one in fp64 they take
 ||I - r G / trace|| from 0.75 (Gaussian, r/c = 1/4) to 1e-11."""
 
+SCOUTS = 8
+"""Matrices of a large batch that :func:`spectrum` looks at first."""
+
 GRAM_BLOCK = 64
 """Columns per partial product in :func:`gram_blocked`; sets its error bound."""
 
@@ -84,25 +87,27 @@ def orthogonality_residual(q: Tensor, gram: Callable[[Tensor], Tensor] = gram_pl
     return torch.linalg.vector_norm(product, torch.inf, dim=(-2, -1))
 
 
+Extremes = Callable[[Tensor, Tensor, float], Tensor]
+
+
 class SmallMatrix(NamedTuple):
     """The Gram matrix and the r x r stage, which are what backends differ in.
 
     factor : (gram, method) -> the F with F W orthonormal, NaN where it fails; see :func:`factor`.
-    extremes : (gram, rounding, rtol) -> (6, b) float64 eigenvalue brackets; see :func:`extremes`.
+    extremes : (gram, rounding, rtol) -> (6, b) float64 eigenvalue brackets; see :func:`extremes`. Their estimates need
+        not be good where ``rounding`` puts ``rtol`` out of reach.
     follow : (gram, rounding, rtol, vectors or None) -> (the same brackets, vectors): the vectors of one call speed up
         the next, on a matrix that has changed little; None where the backend has no use for them.
     gram : w -> W W^H, summed in any order.
-    gram_terms : w -> (W W^H, k), where no product of two elements is rounded more than k times on its way into the
-        sum; see :func:`gram_rounding`.
-    halves : gram_terms takes half types as they are stored, too.
+    gram_terms : (w, dtype) -> (W W^H, k) with products in ``dtype`` and the k of :func:`gram_rounding`; W W^H may be
+        wider than that.
     """
 
     factor: Callable[[Tensor, str], Tensor]
-    extremes: Callable[[Tensor, Tensor, float], Tensor]
+    extremes: Extremes
     follow: Callable[[Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor | None]]
     gram: Callable[[Tensor], Tensor]
-    gram_terms: Callable[[Tensor], tuple[Tensor, int]]
-    halves: bool = False
+    gram_terms: Callable[[Tensor, torch.dtype], tuple[Tensor, int]]
 
 
 def orthogonalize(weights: Tensor, method: str, out: Tensor, small: SmallMatrix) -> tuple[Tensor, Tensor]:
@@ -276,6 +281,11 @@ def rank_threshold(cols: int, singular_values: Tensor) -> Tensor:
     return cols * torch.finfo(singular_values.dtype).eps * singular_values[:, :1]
 
 
+def gram_terms(w: Tensor, work: torch.dtype) -> tuple[Tensor, int]:
+    """:func:`gram_blocked` in ``work``."""
+    return gram_blocked(w.to(work))
+
+
 def gram_blocked(w: Tensor) -> tuple[Tensor, int]:
     """W W^H, summed over column blocks, and the number of terms for :func:`gram_rounding`."""
     gram = w[:, :, :GRAM_BLOCK] @ w[:, :, :GRAM_BLOCK].mH
@@ -288,9 +298,9 @@ def gram_blocked(w: Tensor) -> tuple[Tensor, int]:
 def gram_rounding(gram: Tensor, terms: int) -> Tensor:
     """delta with |lambda_i(computed G) - lambda_i(W W^H)| <= delta, where a product is rounded at most ``terms`` times.
 
-    An inner product so summed has |error| <= terms u sum |x||y| (Higham, Accuracy and Stability, sections 3.1 and
-    4.2), whatever its length; and || |W||W|^H ||_2 <= trace G. Complex products have twice the terms and a factor
-    sqrt(2).
+    Or, which is all that is used, where an element has |error| <= terms u sum |x||y| with the u of ``gram``. An inner
+    product summed so has that, whatever its length (Higham, Accuracy and Stability, sections 3.1 and 4.2); and
+    || |W||W|^H ||_2 <= trace G. Complex products have twice the terms and a factor sqrt(2).
     """
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).real
     return 1.01 * terms * _unit(gram) * trace
@@ -304,71 +314,123 @@ def spectrum(weights: Tensor, rtol: float, small: SmallMatrix) -> tuple[Tensor, 
     """Extreme singular values of each (b, r, c) matrix, r <= c, with certified intervals.
 
     Returns (values, status): values is float64 (6, b), sigma_max, its low, its high, sigma_min, its low,
-    its high. Three levels, each for what the one before left wider than 1 + rtol: the Gram matrix in
-    the working precision, the Gram matrix in fp64, the SVD in fp64.
+    its high. Three levels, each for what the one before left open: the Gram matrix in the working precision, the Gram
+    matrix in fp64, the SVD in fp64. Open means wider than 1 + rtol, and not proved singular by a null vector.
     """
     b, r, c = weights.shape
     values = torch.zeros(6, b, dtype=torch.float64, device=weights.device)
     status = torch.full((b,), int(Status.TOLERANCE_NOT_MET), dtype=torch.int8, device=weights.device)
     work = _WORK[weights.dtype]
     step = max(1, CHUNK_BYTES // max(1, r * c * work.itemsize))
+    # A Gram matrix sums at least 8 terms, so its bracket is at least 8 u trace / lambda_min >= 8 u r wide.
+    start_wide = rtol < 4 * torch.finfo(work).eps * r
+    start = 0
     with full_precision():
-        for start in range(0, b, step):
-            part = slice(start, start + step)
-            values[:, part], status[part] = _spectrum_chunk(weights[part], rtol, small)
+        while start < b:
+            # The first few tell whether it is worth the while to try the working precision on the others.
+            part = slice(start, start + (min(step, SCOUTS) if start == 0 and b >= 4 * SCOUTS else step))
+            values[:, part], status[part], share = _spectrum_chunk(weights[part], rtol, small, start_wide)
+            start, start_wide = part.stop, start_wide or share > 0.5
     return values, status
 
 
-def _spectrum_chunk(w: Tensor, rtol: float, small: SmallMatrix) -> tuple[Tensor, Tensor]:
+def _spectrum_chunk(w: Tensor, rtol: float, small: SmallMatrix, start_wide: bool) -> tuple[Tensor, Tensor, float]:
+    """:func:`spectrum` of one chunk, and the share of it that the first level left open."""
     work = _WORK[w.dtype]
     wide = _WIDE.get(work, work)
     levels: list[Callable[[Tensor], Tensor]] = [
-        lambda w: _extremes_gram(w if small.halves else w.to(work), rtol, small),
-        lambda w: _extremes_gram(w.to(wide), rtol, small),
+        lambda w: _extremes_of(*small.gram_terms(w, work), work, rtol, small.extremes),
+        lambda w: _extremes_or_null(w, *small.gram_terms(w, wide), rtol, small.extremes),
         lambda w: _extremes_svd(w.to(wide)),
     ]
-    # A Gram matrix sums at least 8 terms, so its bracket is at least 8 u trace / lambda_min >= 8 u r wide.
-    hopeless = rtol < 4 * torch.finfo(work).eps * w.shape[-2]
-    if wide == work or hopeless:
+    if wide == work or start_wide:
         levels.pop(0)
+    left = []
     values = torch.empty(6, w.shape[0], dtype=torch.float64, device=w.device)
+    status = torch.full((w.shape[0],), int(Status.TOLERANCE_NOT_MET), dtype=torch.int8, device=w.device)
     open_ = torch.arange(w.shape[0], device=w.device)
     for level in levels:
-        values[:, open_] = level(w[open_] if len(open_) < w.shape[0] else w)
-        _, max_low, max_high, _, min_low, min_high = values[:, open_]
+        found = level(_chosen(w, open_))
+        top, top_low, top_high, _, low, high = found
         # NaN (overflow, underflow, non-finite input) compares False and so goes to the next level.
-        met = max_high * min_high <= (1 + rtol) * (max_low * min_low)
-        open_ = open_[~(met & (min_low > 0))]
+        met = (top_high * high <= (1 + rtol) * (top_low * low)) & (low > 0)
+        singular = (low <= 0) & (_is_singular(top, high, w.shape[-1]) | (level is levels[-1]))
+        values[:, open_] = found
+        status[open_[met]] = int(Status.CONVERGED)
+        status[open_[singular]] = int(Status.RANK_DEFICIENT)
+        open_ = open_[~(met | singular)]
+        left.append(open_.numel() / w.shape[0])
         if not open_.numel():
             break
-    status = torch.zeros(w.shape[0], dtype=torch.int8, device=w.device)
-    status[open_] = int(Status.TOLERANCE_NOT_MET)
-    if open_.numel():
-        left = w[open_]
-        state = status[open_]
-        state[values[4, open_] <= 0] = int(Status.RANK_DEFICIENT)
-        state[(left == 0).all(-1).all(-1)] = int(Status.ZERO_MATRIX)
-        nonfinite = ~left.isfinite().all(-1).all(-1)
-        state[nonfinite] = int(Status.NON_FINITE)
-        values[:, open_[nonfinite]] = torch.nan
-        status[open_] = state
-    return values, status
+    suspects = ((status != Status.CONVERGED) & ~(values[0] > 0)).nonzero().flatten()
+    if suspects.numel():
+        some = w[suspects]
+        status[suspects[(some == 0).all(-1).all(-1)]] = int(Status.ZERO_MATRIX)
+        nonfinite = suspects[~some.isfinite().all(-1).all(-1)]
+        status[nonfinite] = int(Status.NON_FINITE)
+        values[:, nonfinite] = torch.nan
+    return values, status, left[0]
 
 
-def _extremes_gram(w: Tensor, rtol: float, small: SmallMatrix) -> Tensor:
-    return _extremes_of(*small.gram_terms(w), rtol, small)
+def _chosen(batch: Tensor, index: Tensor) -> Tensor:
+    """The matrices at ascending ``index``; no copy where that is all of them."""
+    return batch if index.numel() == batch.shape[0] else batch[index]
 
 
-def _extremes_of(gram: Tensor, terms: int, rtol: float, small: SmallMatrix) -> Tensor:
+def _extremes_of(gram: Tensor, terms: int, products: torch.dtype, rtol: float, solve: Extremes) -> Tensor:
     rounding = gram_rounding(gram, terms).double()
-    usable = rounding.isfinite() & (rounding > smallest_rounding(gram.dtype))
-    values = small.extremes(gram, rounding, rtol)
+    usable = rounding.isfinite() & (rounding > smallest_rounding(products))
+    values = solve(gram, rounding, rtol)
     return torch.where(usable, values.clamp_min(0).sqrt_(), torch.nan)
+
+
+def _extremes_or_null(w: Tensor, gram: Tensor, terms: int, rtol: float, solve: Extremes) -> Tensor:
+    """:func:`_extremes_of`, with a null vector for what may be singular; ``gram`` and its products are fp64."""
+    values = _extremes_of(gram, terms, gram.dtype, rtol, solve)
+    index = (values[4] <= 0).nonzero().flatten()
+    if index.numel():
+        w, gram = _chosen(w, index), _chosen(gram, index)
+        # ``solve`` may have stopped where rtol was out of reach, before sigma_max was good.
+        found = _extremes_of(gram, terms, gram.dtype, rtol, extremes)
+        least, high = _null_vector(w, gram, terms)
+        singular = _is_singular(found[0], high, w.shape[-1])
+        found[3:] = torch.where(singular, torch.stack((least, torch.zeros_like(least), high)), found[3:])
+        values[:, index] = found
+    return values
+
+
+def _is_singular(sigma_max: Tensor, high: Tensor, cols: int) -> Tensor:
+    """Whether a sigma_min of at most ``high`` is zero as far as float64 can tell: :func:`rank_threshold`, for a value
+    that may be off by as much."""
+    return high <= 2 * rank_threshold(cols, sigma_max[:, None])[:, 0]
+
+
+def _null_vector(w: Tensor, gram: Tensor, terms: int) -> tuple[Tensor, Tensor]:
+    """||W^H x|| / ||x||, as computed and as a bound of sigma_min, for an x that is a null vector of W if it has any.
+
+    x comes from inverse iteration with G + mu I: no accuracy of it enters the bound.
+    """
+    b, r, c = w.shape
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).real
+    # Large enough that the factorization succeeds whatever G and it itself lost to rounding.
+    shift = 2 * (gram_rounding(gram, terms) + (r + 1) * _unit(gram) * trace)
+    lower = torch.linalg.cholesky_ex(gram + torch.diag_embed(shift[:, None].expand(b, r)).to(gram.dtype))[0]
+    x = torch.arange(r, device=w.device).square().cos().to(gram.dtype).expand(b, r)[..., None]
+    for _ in range(2):
+        x = torch.cholesky_solve(x, lower)
+        x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)
+    square = torch.zeros(b, dtype=trace.dtype, device=w.device)
+    for start in range(0, c, GRAM_BLOCK):  # no copy of all of W in fp64
+        product = x.mH @ w[:, :, start : start + GRAM_BLOCK].to(gram.dtype)
+        square += torch.linalg.vector_norm(product, dim=(-2, -1)).square()
+    least = square.sqrt().double()
+    # Each of the c sums over r has |error| <= (r + 2) u sum |x||w|, with x's own length among it.
+    return least, 1.01 * (least + (r + 2) * _unit(gram) * trace.sqrt())
 
 
 def spectrum_of_gram(gram: Tensor, terms: int, rtol: float, small: SmallMatrix) -> tuple[Tensor, Tensor]:
     """:func:`spectrum` of matrices of which only the Gram matrices are here, float64; the one level there is."""
-    values = _extremes_of(gram, terms, rtol, small)
+    values = _extremes_of(gram, terms, gram.dtype, rtol, lambda *call: small.follow(*call, None)[0])
     _, max_low, max_high, _, min_low, min_high = values
     status = torch.full(gram.shape[:1], int(Status.TOLERANCE_NOT_MET), dtype=torch.int8, device=gram.device)
     status[(max_high * min_high <= (1 + rtol) * (max_low * min_low)) & (min_low > 0)] = int(Status.CONVERGED)
@@ -402,10 +464,11 @@ def follow(gram: Tensor, rounding: Tensor, rtol: float, vectors: Tensor | None) 
     return extremes(gram, rounding, rtol), None
 
 
-SMALL_MATRIX = SmallMatrix(factor, extremes, follow, gram_plain, gram_blocked)
+SMALL_MATRIX = SmallMatrix(factor, extremes, follow, gram_plain, gram_terms)
 
 
 def smallest_rounding(dtype: torch.dtype) -> float:
+    """Below this :func:`gram_rounding` says nothing of a Gram matrix whose products were formed in ``dtype``."""
     # Products below the normal range are lost, at most tiny each; far below this delta they do not matter.
     return torch.finfo(dtype).tiny * 2.0**40
 

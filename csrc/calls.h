@@ -5,12 +5,17 @@
 
 namespace ck {
 
+enum class Number { bfloat16, float32, float64 };
+
 struct GramCall {
   const void* weights;  // batch x rows x cols, any strides (in elements)
+  Number type;          // of weights
   int64_t stride[3];
   int64_t rows;
   int64_t cols;
-  void* gram;  // batch x rows x rows, contiguous, the type of weights
+  bool wide_products;  // multiply in double
+  bool wide_gram;      // gram is double, else float
+  void* gram;          // batch x rows x rows, contiguous
 };
 
 struct FactorCall {
@@ -29,6 +34,7 @@ struct SpectrumCall {
   int n;
   int max_steps;
   double rtol;
+  bool give_up;  // as soon as rtol is out of reach
   const double* error;  // batch: |lambda_i(gram) - lambda_i(exact)| <= error
   const void* start;    // batch x 2 x n, contiguous, the type of gram; or null
   double* bounds;       // batch x 6

@@ -7,8 +7,7 @@ namespace ck {
 
 // Each works through [begin, end) of its call: matrices, or pieces of all rows of samples.
 struct MatrixKernels {
-  void (*gram_float)(const GramCall&, int64_t begin, int64_t end);
-  void (*gram_double)(const GramCall&, int64_t begin, int64_t end);
+  void (*gram)(const GramCall&, int64_t begin, int64_t end);
   void (*factor_float)(const FactorCall&, int64_t begin, int64_t end);
   void (*factor_double)(const FactorCall&, int64_t begin, int64_t end);
   void (*spectrum_float)(const SpectrumCall&, int64_t begin, int64_t end);

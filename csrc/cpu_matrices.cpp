@@ -27,13 +27,27 @@ class Workspace {
   T* data_;
 };
 
-template <class T>
+template <class S, class T>
+void gram_of(const GramCall& call, int64_t begin, int64_t end) {
+  const Gram<T> product(call.rows);
+  const Workspace<char> work(product.workspace());
+  const int64_t size = call.rows * call.rows;
+  for (int64_t b = begin; b < end; ++b) {
+    const View<S> w{static_cast<const S*>(call.weights) + b * call.stride[0], call.stride[1], call.stride[2]};
+    if (call.wide_gram)
+      product.form(w, call.cols, work.data(), static_cast<double*>(call.gram) + b * size);
+    else
+      product.form(w, call.cols, work.data(), static_cast<float*>(call.gram) + b * size);
+  }
+}
+
 void gram(const GramCall& call, int64_t begin, int64_t end) {
-  const Gram<T> product(call.rows, call.cols, call.stride[1], call.stride[2]);
-  const Workspace<T> work(product.workspace());
-  for (int64_t b = begin; b < end; ++b)
-    product.form(static_cast<const T*>(call.weights) + b * call.stride[0], work.data(),
-                 static_cast<T*>(call.gram) + b * call.rows * call.rows);
+  if (call.type == Number::float64)
+    gram_of<double, double>(call, begin, end);
+  else if (call.type == Number::float32)
+    (call.wide_products ? gram_of<float, double> : gram_of<float, float>)(call, begin, end);
+  else
+    (call.wide_products ? gram_of<Bfloat16, double> : gram_of<Bfloat16, float>)(call, begin, end);
 }
 
 template <class T>
@@ -65,8 +79,8 @@ void spectrum(const SpectrumCall& call, int64_t begin, int64_t end) {
   for (int64_t b = begin; b < end; ++b) {
     const T* start = call.start ? static_cast<const T*>(call.start) + b * pair : nullptr;
     const auto found = algorithms.spectrum_bracket(matrix<T>(call.gram, call.stride, b), call.error[b], call.rtol,
-                                                   call.max_steps, start, static_cast<T*>(call.vectors) + b * pair,
-                                                   work.data());
+                                                   call.give_up, call.max_steps, start,
+                                                   static_cast<T*>(call.vectors) + b * pair, work.data());
     found.store(call.bounds + 6 * b);
     call.steps[b] = found.steps;
     call.status[b] = found.status;
@@ -76,7 +90,6 @@ void spectrum(const SpectrumCall& call, int64_t begin, int64_t end) {
 }  // namespace
 }  // namespace CK_ISA
 
-const MatrixKernels CK_TABLE{gram<float>, gram<double>, factor<float>, factor<double>, spectrum<float>,
-                             spectrum<double>};
+const MatrixKernels CK_TABLE{gram, factor<float>, factor<double>, spectrum<float>, spectrum<double>};
 
 }  // namespace ck

@@ -79,7 +79,7 @@ struct Spectrum {
 };
 
 Spectrum prepare_spectrum(const Tensor& gram, const Tensor& error, double rtol, int64_t max_steps,
-                          const std::optional<Tensor>& start) {
+                          const std::optional<Tensor>& start, bool give_up) {
   check_gram(gram);
   const int64_t b = gram.size(0), n = gram.size(1);
   STD_TORCH_CHECK(error.scalar_type() == ScalarType::Double && error.dim() == 1 && error.size(0) == b &&
@@ -99,6 +99,7 @@ Spectrum prepare_spectrum(const Tensor& gram, const Tensor& error, double rtol, 
               static_cast<int>(n),
               static_cast<int>(max_steps),
               rtol,
+              give_up,
               static_cast<const double*>(error.const_data_ptr()),
               start ? start->const_data_ptr() : nullptr,
               static_cast<double*>(out.bounds.mutable_data_ptr()),
@@ -116,19 +117,26 @@ ck::SampleCall prepare_samples(const Tensor& out, int64_t key, int64_t head, int
   return {static_cast<uint64_t>(key), head, element, out.size(1), static_cast<float*>(out.mutable_data_ptr())};
 }
 
-Tensor gram_cpu(Tensor weights) {
+Tensor gram_cpu(Tensor weights, bool wide_products, bool wide_gram) {
   STD_TORCH_CHECK(weights.dim() == 3, "weights must be (batch, rows, cols), got a tensor with ", weights.dim(),
                   " dimensions");
-  STD_TORCH_CHECK(weights.scalar_type() == ScalarType::Float || weights.scalar_type() == ScalarType::Double,
-                  "weights must be float32 or float64; convert them first");
+  const ScalarType type = weights.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Float || type == ScalarType::Double,
+                  "weights must be bfloat16, float32 or float64; convert them first");
+  const bool is_double = type == ScalarType::Double;
   const int64_t b = weights.size(0), r = weights.size(1);
-  Tensor out = fresh(weights, {b, r, r}, weights.scalar_type());
+  Tensor out = fresh(weights, {b, r, r}, wide_gram || is_double ? ScalarType::Double : ScalarType::Float);
   const ck::GramCall call{weights.const_data_ptr(),
+                          is_double                      ? ck::Number::float64
+                          : type == ScalarType::BFloat16 ? ck::Number::bfloat16
+                                                         : ck::Number::float32,
                           {weights.stride(0), weights.stride(1), weights.stride(2)},
                           r,
                           weights.size(2),
+                          wide_products || is_double,
+                          wide_gram || is_double,
                           out.mutable_data_ptr()};
-  const auto kernel = weights.scalar_type() == ScalarType::Float ? matrices().gram_float : matrices().gram_double;
+  const auto kernel = matrices().gram;
   if (r > 0) torch::stable::parallel_for(0, b, 1, [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
   return out;
 }
@@ -143,8 +151,9 @@ std::tuple<Tensor, Tensor, Tensor> gram_factor_cpu(Tensor gram, std::string meth
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> spectrum_bracket_cpu(Tensor gram, Tensor error, double rtol,
-                                                                int64_t max_steps, std::optional<Tensor> start) {
-  const Spectrum out = prepare_spectrum(gram, error, rtol, max_steps, start);
+                                                                int64_t max_steps, std::optional<Tensor> start,
+                                                                bool give_up) {
+  const Spectrum out = prepare_spectrum(gram, error, rtol, max_steps, start, give_up);
   const auto kernel =
       gram.scalar_type() == ScalarType::Float ? matrices().spectrum_float : matrices().spectrum_double;
   if (out.call.n > 0)
@@ -161,10 +170,11 @@ void philox_normal_cpu(Tensor out, int64_t key, int64_t head, int64_t element) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(conditioned_kernels, m) {
-  m.def("gram(Tensor weights) -> Tensor");
+  m.def("gram(Tensor weights, bool wide_products=False, bool wide_gram=False) -> Tensor");
   m.def("gram_factor(Tensor gram, str method) -> (Tensor factor, Tensor residual, Tensor status)");
   m.def(
-      "spectrum_bracket(Tensor gram, Tensor error, float rtol, int max_steps, Tensor? start=None) -> "
+      "spectrum_bracket(Tensor gram, Tensor error, float rtol, int max_steps, Tensor? start=None, "
+      "bool give_up=False) -> "
       "(Tensor bounds, Tensor vectors, Tensor steps, Tensor status)");
   m.def("philox_normal_(Tensor(a!) out, int key, int head, int element) -> ()");
 }
@@ -207,9 +217,10 @@ std::tuple<Tensor, Tensor, Tensor> gram_factor_cuda(Tensor gram, std::string met
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> spectrum_bracket_cuda(Tensor gram, Tensor error, double rtol,
-                                                                 int64_t max_steps, std::optional<Tensor> start) {
+                                                                 int64_t max_steps, std::optional<Tensor> start,
+                                                                bool give_up) {
   const Place place(gram);
-  const Spectrum out = prepare_spectrum(gram, error, rtol, max_steps, start);
+  const Spectrum out = prepare_spectrum(gram, error, rtol, max_steps, start, give_up);
   ck::launch_spectrum(out.call, gram.scalar_type() == ScalarType::Double, gram.size(0), place.stream());
   return {out.bounds, out.vectors, out.steps, out.status};
 }

@@ -88,7 +88,10 @@ struct SmallMatrix {
       if (i < n) {
         for (int j = i; j < n; ++j) out[i * N + j] = source(i, j) * scale;
         out[i * N + i] += static_cast<T>(shift);
-        for (int j = i + 1; j < n; ++j) out[j * N + i] = upper ? T(0) : source(i, j) * scale;
+        if (upper)
+          for (int j = 0; j < i; ++j) out[i * N + j] = 0;
+        else
+          for (int j = i + 1; j < n; ++j) out[j * N + i] = source(i, j) * scale;
       }
       for (int j = i > n ? i : n; j < N; ++j) {
         out[i * N + j] = i == j ? T(1) : T(0);
@@ -187,38 +190,53 @@ struct SmallMatrix {
   }
 
   // a, of which the upper triangle counts, becomes R (zeros below) with a = R^T R. Returns the number of positive
-  // pivots: n on success. Right-looking; [ASNA, theorem 10.3]: R^T R = a + E with |E| <= gamma(n+1) |R^T||R|.
+  // pivots: n on success. Right-looking, a block of rows at a time, so that the rest is read and written n / 4 times;
+  // [ASNA, theorem 10.3], which holds for any order: R^T R = a + E with |E| <= gamma(n+1) |R^T||R|.
   CK_FN int cholesky(T* a) const {
-    for (int k = 0; k < n; ++k) {
-      const T pivot = a[k * N + k];
-      if (!(pivot > 0) || !finite(pivot)) {
-        team.sync();
-        return k;
-      }
-      const T diagonal = root(pivot);
-      const T inverse = 1 / diagonal;
-      const int first = k / width * width;
-      team.sync();
-      for (int j = first + team.rank * width; j < N; j += team.size * width) {
-        Strip row = Strip::load(a + k * N + j);
-        row.scale(inverse);
-        row.store(a + k * N + j);
-        if (j == first) {
-          for (int below = first; below < k; ++below) a[k * N + below] = 0;
-          a[k * N + k] = diagonal;
+    for (int top = 0; top < n; top += tile_rows) {
+      const int end = top + tile_rows < n ? top + tile_rows : n;
+      for (int k = top; k < end; ++k) {
+        const T pivot = a[k * N + k];
+        if (!(pivot > 0) || !finite(pivot)) {
+          team.sync();
+          return k;
         }
+        const T diagonal = root(pivot);
+        const T inverse = 1 / diagonal;
+        const int first = k / width * width;
+        T left[tile_rows];
+        for (int i = k + 1; i < end; ++i) left[i - top] = -a[k * N + i] * inverse;
+        team.sync();
+        for (int j = first + team.rank * width; j < N; j += team.size * width) {
+          Strip row = Strip::load(a + k * N + j);
+          row.scale(inverse);
+          row.store(a + k * N + j);
+          for (int i = k + 1; i < end; ++i) {
+            if (j + width <= i) continue;
+            Strip below = Strip::load(a + i * N + j);
+            below.add_product(Strip::splat(left[i - top]), row);
+            below.store(a + i * N + j);
+          }
+          if (j == first) {
+            for (int before = first; before < k; ++before) a[k * N + before] = 0;
+            a[k * N + k] = diagonal;
+          }
+        }
+        team.sync();
       }
-      team.sync();
+      if (end == n) break;
+      const int first = end / width * width;
       const int strips = (N - first) / width;
       const int across = team.size < strips ? team.size : strips;
       const int down = team.size / across;
-      for (int i = k + 1 + team.rank / across; i < n && team.rank < across * down; i += down) {
-        const Strip left = Strip::splat(-a[k * N + i]);
+      for (int i = end + team.rank / across; i < n && team.rank < across * down; i += down) {
+        Strip left[tile_rows];
+        for (int p = 0; p < tile_rows; ++p) left[p] = Strip::splat(-a[(top + p) * N + i]);
         // Strips that end before the diagonal are zero already.
         for (int j = first + team.rank % across * width; j < N; j += across * width) {
           if (j + width <= i) continue;
           Strip row = Strip::load(a + i * N + j);
-          row.add_product(left, Strip::load(a + k * N + j));
+          for (int p = 0; p < tile_rows; ++p) row.add_product(left[p], Strip::load(a + (top + p) * N + j));
           row.store(a + i * N + j);
         }
       }
@@ -438,8 +456,9 @@ struct SmallMatrix {
   };
 
   // delta: |lambda_i(source) - lambda_i(exact Gram)| <= delta. start: 2 x n warm vectors or null. ritz: 2 x n out.
-  CK_FN Spectrum spectrum_bracket(const Source<T>& source, double delta, double rtol, int max_steps, const T* start,
-                                  T* ritz, T* work) const {
+  // With give_up, the estimates are left as they are once no bracket can be as narrow as rtol.
+  CK_FN Spectrum spectrum_bracket(const Source<T>& source, double delta, double rtol, bool give_up, int max_steps,
+                                  const T* start, T* ritz, T* work) const {
     const int K = padded(max_steps);
     T* a = work;
     T* basis = a + N * N;
@@ -487,6 +506,7 @@ struct SmallMatrix {
     bool proved[ends] = {false, false};
     double widen = 1;
     bool fresh = true;  // a holds the matrix, not a factor
+    bool hopeless = false;
     for (;;) {
       if (steps < max_steps) {
         if (!fresh) load(source, scale, 0, false, a);
@@ -502,7 +522,9 @@ struct SmallMatrix {
           const double tolerance = (margin[0] < margin[1] ? margin[0] : margin[1]) / 32;
           extremes({diagonal, beside, steps}, bound, tolerance, counts, now);
           choose_margins(now[0], now[1], delta, rtol, floor_margin, margin);
-          settled = steps == max_steps;
+          // No Ritz value is below lambda_min, so delta alone takes at least this much of rtol.
+          hopeless = give_up && !(left_of(rtol, delta, bound, now[1]) > 0);
+          settled = steps == max_steps || hopeless;
           if (steps >= must || (early && steps >= 4)) {
             bool still = true;
             for (int end = 0; end < ends; ++end) {
@@ -522,6 +544,7 @@ struct SmallMatrix {
           inner[end] = rayleigh(a, x[end], partial);
         }
       }
+      if (hopeless) break;
       for (int end = 0; end < ends; ++end) {
         if (proved[end]) continue;
         const double guess = end == 0 ? inner[0] + widen * margin[0] : inner[1] - widen * margin[1];
@@ -559,14 +582,18 @@ struct SmallMatrix {
 
   CK_FN static double positive(double value) { return value > 0 ? value : value != value ? value : 0; }
 
+  // What delta leaves of the width that rtol allows, as a sum over the two ends relative to the eigenvalues.
+  CK_FN static double left_of(double rtol, double delta, double top, double bottom) {
+    if (!(bottom > delta)) return -1;
+    return 2 * rtol - rtol * rtol - 2 * delta / (top - delta) - 2 * delta / (bottom - delta);
+  }
+
   // How far outside the Ritz values the two proofs are tried: equal relative shares of what rtol leaves after delta,
   // or the floor that rounding sets where that is nothing.
   CK_FN static void choose_margins(double top, double bottom, double delta, double rtol, double floor_margin,
                                    double* margin) {
     margin[0] = margin[1] = floor_margin;
-    if (!(bottom > delta)) return;
-    const double left = 2 * rtol - rtol * rtol - 2 * delta / (top - delta) - 2 * delta / (bottom - delta);
-    const double share = first_margin * left;
+    const double share = first_margin * left_of(rtol, delta, top, bottom);
     if (share * top > floor_margin) margin[0] = share * top;
     if (share * (bottom - delta) > floor_margin) margin[1] = share * (bottom - delta);
   }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import platform
@@ -153,7 +154,7 @@ def test_box_muller_equals_the_reference_at_the_edges_of_its_bits() -> None:
 # ---- Gram matrices ----------------------------------------------------------------------------------------------
 
 GRAM_ROWS = (1, 3, 17, 63, 64, 65, 80, 128, 200)
-GRAM_COLS = (1, 7, 8, 9, 31, 255, 256, 257, 768, 2048)
+GRAM_COLS = (1, 7, 8, 9, 31, 127, 128, 129, 768, 2049)
 
 
 def layouts(w: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -172,7 +173,7 @@ def layouts(w: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("dtype", WORK)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *WORK])
 @pytest.mark.parametrize("rows", GRAM_ROWS)
 def test_gram_is_within_its_bound_over_sizes_and_strides(rows: int, dtype: torch.dtype) -> None:
     """Element by element, k u |W||W|^T with the k that the brackets rest on."""
@@ -183,22 +184,27 @@ def test_gram_is_within_its_bound_over_sizes_and_strides(rows: int, dtype: torch
         exact = w.double() @ w.double().mT
         sizes = w.double().abs() @ w.double().abs().mT
         own = 2 * cols * unit(torch.float64)  # the float64 product's
-        allowed = (1.01 * _ops.gram_terms(cols, dtype) * unit(dtype) + own) * sizes
-        for name, view in layouts(w).items():
-            gram = _ops.gram(view)
-            assert gram.is_contiguous() and torch.equal(gram, gram.mT), (cols, name)
-            assert ((gram.double() - exact).abs() <= allowed).all(), (cols, name)
+        work = _torch.work_dtype(dtype)
+        for (name, view), products, result in itertools.product(layouts(w).items(), WORK, WORK):
+            products, result = (max(each, work, key=lambda d: d.itemsize) for each in (products, result))
+            gram = _ops.gram(view, products == torch.float64, result == torch.float64)
+            assert gram.dtype == result and gram.is_contiguous() and torch.equal(gram, gram.mT), (cols, name)
+            terms = _ops.gram_terms(rows, cols, products, result)
+            allowed = (1.01 * terms * unit(result) + own) * sizes
+            assert ((gram.double() - exact).abs() <= allowed).all(), (cols, name, products, result)
 
 
 @pytest.mark.parametrize("cols", [1, 9, 257, 768, 5000])
-def test_gram_eigenvalues_are_within_their_bound(cols: int) -> None:
+@pytest.mark.parametrize("rows", [24, 72, 136])
+def test_gram_eigenvalues_are_within_their_bound(rows: int, cols: int) -> None:
     """All signs equal: rounding errors add up as they do nowhere else, and the trace is close to the norm."""
-    w = 1 + 1e-3 * torch.rand(4, 24, cols, generator=torch.Generator().manual_seed(0))
+    w = 1 + 1e-3 * torch.rand(4, rows, cols, generator=torch.Generator().manual_seed(0))
     for view in layouts(w).values():
-        gram, terms = _ops.small_matrix("extension", view).gram_terms(view)
         exact = torch.linalg.eigvalsh(view.double() @ view.double().mT)
-        error = (torch.linalg.eigvalsh(gram.double()) - exact).abs().amax(-1)
-        assert (error <= _torch.gram_rounding(gram, terms).double() + 1e-13 * exact[:, -1]).all()
+        for work in WORK:
+            gram, terms = _ops.small_matrix("extension", view).gram_terms(view, work)
+            error = (torch.linalg.eigvalsh(gram.double()) - exact).abs().amax(-1)
+            assert (error <= _torch.gram_rounding(gram, terms).double() + 1e-13 * exact[:, -1]).all()
 
 
 def test_gram_keeps_nan_and_infinity_where_they_are() -> None:

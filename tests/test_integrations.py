@@ -302,7 +302,7 @@ def rows(*kappas: float, sigma_min: Sequence[float] = ()) -> list[Record]:
     ("make", "records", "steps", "words"),
     [
         (lambda to: KappaAbove(10, callback=to), rows(5, 11, 12, 9, 20, math.nan, 3, math.inf), [2, 8, 14], "above 10"),
-        (lambda to: KappaGrowth(1.5, callback=to), rows(2, 4, 10, 10, 40, 41, math.inf, 2), [4, 8, 12], "per step"),
+        (lambda to: KappaGrowth(1.5, callback=to), rows(2, 4, 10, 10, 40, 41, math.inf, 2), [4, 8, 12], "kappa went"),
         (
             lambda to: SigmaCollapse(0.1, callback=to),
             rows(*[2.0] * 6, sigma_min=[1.0, 0.2, 0.09, 0.05, 0.5, 0.01]),

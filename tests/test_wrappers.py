@@ -51,7 +51,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     after = state(model)
     assert set(after) == set(before)
     for name, tensor in before.items():
-        assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert torch.equal(*(each.contiguous().view(torch.uint8) for each in (after[name], tensor))), name
 
 
 class FakeDDP(nn.parallel.DistributedDataParallel):
@@ -338,8 +338,10 @@ def test_b27_fused_parametrized_weight() -> None:
     [
         (lambda layer: parametrize.register_parametrization(layer, "weight", OneWay()), "cannot be assigned"),
         (spectral_norm, "does not hold the assigned value"),
+        # Its right_inverse gives itself a new buffer on the way.
+        (orthogonal, "does not hold the assigned value"),
     ],
-    ids=["no-inverse", "spectral-norm"],
+    ids=["no-inverse", "spectral-norm", "orthogonal"],
 )
 def test_b27_what_cannot_be_assigned_is_refused_and_rolled_back(register, message: str) -> None:  # type: ignore[no-untyped-def]
     """B27: also the weights written before it, and the parametrization's own state, in training mode."""
@@ -372,6 +374,22 @@ def test_b27_an_orthogonal_parametrization_is_assigned() -> None:
     report = ck.conditioned_(model, layouts=LAYOUTS)
     assert ck.verify(model, report, layouts=LAYOUTS).ok
     assert torch.allclose(model.v_proj.weight, torch.eye(16), atol=1e-6)
+
+
+def test_b25_d05_parametrized_weights_are_guarded_by_what_they_are_made_from() -> None:
+    """B25, D05: the weight itself is recomputed and carries neither requires_grad nor transformers' mark."""
+    model = Attention()
+    parametrize.register_parametrization(model.q_proj, "weight", Doubled())
+    original = model.q_proj.parametrizations.weight.original
+    original.requires_grad_(False)
+    with unchanged(model), pytest.raises(ValueError, match=r"q_proj\.weight is frozen"):
+        ck.conditioned_(model, layouts=LAYOUTS)
+    original.requires_grad_(True)
+    original._is_hf_initialized = True
+    with unchanged(model), pytest.raises(ValueError, match=r"q_proj\.weight was loaded from a checkpoint"):
+        ck.conditioned_(model, layouts=LAYOUTS)
+    ck.conditioned_(model, layouts=LAYOUTS, overwrite=True)
+    assert ck.conditioned_(model, layouts=LAYOUTS, seed=1).touched, "ours by now"
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -433,6 +451,17 @@ def test_conflicting_ties_are_refused(tie: Callable[[nn.Module, nn.Module], None
     assert ck.conditioned_(model, layouts=LAYOUTS, where=lambda name, _: name == "a").touched
 
 
+@pytest.mark.parametrize("tie", [share, overlap, parametrized_share, mixed_share])
+def test_b17_ties_with_what_is_left_alone_are_refused(tie: Callable[[nn.Module, nn.Module], None]) -> None:
+    """B17: an output projection, MLP or embedding in the memory of a W_V would not stay as it is."""
+    model = two()
+    model["mlp"] = nn.Linear(16, 16, bias=False)
+    tie(model["a"].v_proj, model["mlp"])
+    with unchanged(model), pytest.raises(ValueError, match=r"shares its memory with"):
+        ck.conditioned_(model, layouts=LAYOUTS)
+    assert ck.conditioned_(model, layouts=LAYOUTS, where=lambda name, _: name == "b").touched
+
+
 def test_parametrized_ties_of_one_role_are_written_once() -> None:
     model = two()
     parametrized_share(model["a"].k_proj, model["b"].k_proj)
@@ -443,8 +472,10 @@ def test_parametrized_ties_of_one_role_are_written_once() -> None:
 
 def test_weights_beside_each_other_in_one_memory_are_no_tie() -> None:
     model = two()
-    memory = torch.randn(6, 16, 16)
-    linears = [layer for each in model.values() for layer in (each.q_proj, each.k_proj, each.v_proj)]
+    model["mlp"] = nn.Linear(16, 16, bias=False)
+    memory = torch.randn(7, 16, 16)
+    linears = [layer for each in (model["a"], model["b"]) for layer in (each.q_proj, each.k_proj, each.v_proj)]
+    linears.append(model["mlp"])
     for layer, part in zip(linears, memory, strict=True):
         layer.weight = nn.Parameter(part)
     assert len(ck.conditioned_(model, layouts=LAYOUTS).touched) == 6

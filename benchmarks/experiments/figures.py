@@ -15,6 +15,9 @@ from .tasks import TASKS
 FEW = 6
 """Up to so many curves have their bands drawn; of more, the default's and the paper's initialization's alone."""
 
+CEILING = 1e30
+"""A larger kappa or bound, an infinite one too, leaves a gap."""
+
 
 def draw(summary: Summary, path: Path) -> str:
     """Write the suite's plot; returns its name."""
@@ -33,13 +36,13 @@ def draw(summary: Summary, path: Path) -> str:
         style = styles[row.scheme] | {"label": f"{SCHEMES[row.scheme].title}, rate {row.rate:g}"}
         _curve(axes[0, 0], row, style, band=few or row.scheme in ("default", "conditioned"))
         for axis, name in zip(axes[0, 1:], ("kappa", "bound"), strict=False):
-            # Infinite values leave a gap.
-            values = [math.nan if each[name] is None else each[name] for each in row.jacobian]
+            values = [each[name] if (each[name] or math.inf) <= CEILING else math.nan for each in row.jacobian]
             axis.plot([each["step"] for each in row.jacobian], values, marker=".", markersize=4, **style)
+    _limit(axes[0, 0], summary)
     bands = "" if few else " (two shown)"
     axes[0, 0].set(ylabel=f"validation {metric}", title=f"mean and 95 % interval{bands} over {_seeds(summary)} seeds")
     for axis, title in zip(axes[0, 1:], ("exact κ(J), middle layer", "its bound (Theorem 3.1)"), strict=False):
-        axis.set(title=f"{title}; gaps: infinite", ylabel="median over heads, last seed", yscale="log")
+        axis.set(title=f"{title}; gaps: above {CEILING:.0e}", ylabel="median over heads, last seed", yscale="log")
     for axis in axes[0]:
         axis.set(xlabel="step")
         axis.grid(alpha=0.3)
@@ -55,6 +58,16 @@ def _seeds(summary: Summary) -> str:
     """How many, from the fewest to the most of any row."""
     numbers = [len(row.values) for row in summary.rows]
     return str(max(numbers)) if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
+
+
+def _limit(axis: Any, summary: Summary) -> None:
+    """Accuracy between 0 and 1; a loss from where the worst mean is after a fifth of the validations."""
+    if summary.higher_is_better:
+        low, high = axis.get_ylim()
+        axis.set_ylim(max(low, 0.0), min(high, 1.02))
+    else:
+        early = [curve[len(curve) // 5][1] for row in summary.rows for curve in row.curves.values()]
+        axis.set_ylim(top=max(early))
 
 
 def _styles(colors: list[Any]) -> dict[str, dict[str, Any]]:

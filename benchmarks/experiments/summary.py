@@ -27,7 +27,8 @@ class Row:
 
     Attributes
     ----------
-    scheme, rate : its name and its best learning rate, of those ``tried``.
+    scheme, rate : its name and its best learning rate.
+    tried : mean final metric over the sweep's seeds by rate, in order; not finite where a run diverged.
     values : final metric by seed at that rate, of the runs that did not diverge; ``diverged`` is how many did.
     best : interval of the paired difference to the default, each at its own best rate; None for the default itself.
     same : the same with both at the default's best rate, over the seeds there are.
@@ -39,7 +40,7 @@ class Row:
 
     scheme: str
     rate: float
-    tried: tuple[float, ...]
+    tried: Mapping[float, float]
     values: Mapping[int, float]
     diverged: int
     best: Interval | None
@@ -62,7 +63,7 @@ class Row:
     @property
     def at_the_end(self) -> bool:
         """Whether the best rate is the smallest or the largest of several tried."""
-        return len(self.tried) > 1 and self.rate in (self.tried[0], self.tried[-1])
+        return len(self.tried) > 1 and self.rate in (min(self.tried), max(self.tried))
 
 
 @dataclass(frozen=True)
@@ -149,11 +150,12 @@ def _row(suite: Suite, scheme: str, rate: float, default_rate: float, done: Reco
     curves = _curves(suite, scheme, rate, done)
     is_default = scheme == suite.schemes[0]
     higher = TASKS[suite.task].higher_is_better
+    sign = 1 if higher else -1
     trace = done.get(suite.cell(scheme, rate, suite.seeds - 1, trace=True))
     return Row(
         scheme,
         rate,
-        suite.tried(scheme, values),
+        {each: sign * mean for each, mean in suite.tried(scheme, values).items()},
         own,
         len(curves) - len(own),
         None if is_default else paired(own, reference),

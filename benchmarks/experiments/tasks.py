@@ -190,13 +190,13 @@ TASKS: dict[str, Task] = {
         {"context": 64, "held_out": 64},
     ),
     "listops": Task(
-        "ListOps (up to 128 tokens)",
+        "ListOps (up to 64 tokens)",
         "ListOps",
         10,
         "accuracy",
         list_operations,
         "generated, after Nangia and Bowman (2018)",
-        {"length": 128, "train": 8000, "held_out": 500},
+        {"length": 64, "train": 8000, "held_out": 500},
     ),
     "retrieval": Task(
         "retrieval from 32 tokens",

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from .. import distributed
-from ..heads.discover import Discovery
+from ..heads.discover import Discovery, Where
 from . import materialize
 from .init_report import InitReport
 from .measure import joined_chunks, measure
 from .scope import Scope, weights_of
-from .target import WHOLE, Target, resolve
-from .writing import untie, writable, writing
+from .target import WHOLE, Target
+from .writing import Choice, projections, untie, writable, writing
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,25 @@ class Scheme:
     draw : what it makes of one target.
     prepare : sees all checked targets first, for what is faster done together.
     choose : picks the targets of a scheme that writes more than Q, K and V.
+    source : what is open from ``choose`` to the last ``draw``.
+    whole : it writes beside the attention layers too, so it cannot be run on one layer after the other.
     """
 
     name: str
     seed: int
     draw: Callable[[Target], Draw]
     prepare: Callable[[list[Target]], None] = lambda _: None
-    choose: Callable[[Discovery], list[Target]] = resolve
+    choose: Choice = projections
+    source: Callable[[], AbstractContextManager[object]] = nullcontext
+    whole: bool = False
 
     def apply(self, model: nn.Module, scope: Scope) -> InitReport:
         """Draw every projection of ``model`` in ``scope``, and write the results."""
-        with weights_of(model):
+        with weights_of(model), self.source():
             found, targets = writable(model, scope, self.choose)
             if waiting := [target for target in targets if distributed.is_meta(target.weight)]:
                 return self._defer(model, scope, found, waiting)
-            targets, tied = untie(targets)
+            targets, tied = untie(model, found, targets)
             self.prepare(targets)
             skipped, writes, touched, others = [*found.skipped, *tied], [], [], []
             for target in targets:
@@ -106,9 +110,11 @@ class Scheme:
     def _defer(self, model: nn.Module, scope: Scope, found: Discovery, waiting: list[Target]) -> InitReport:
         """Note the scheme on a model without values; see ``materialize_``."""
         layers = tuple(layer.name for layer in found.layers)
-        note = materialize.Deferred(
-            layers, found.skipped, lambda model, where: self.apply(model, replace(scope, where=where))
-        )
+
+        def run(model: nn.Module, where: Where | None) -> InitReport:
+            return self.apply(model, scope if where is None else replace(scope, where=where))
+
+        note = materialize.Deferred(layers, found.skipped, run, self.whole)
         materialize.defer(model, note)
         deferred = tuple(
             (f"{target.name} ({target.stream_role})", "is on the meta device; materialize_ initializes it")

@@ -140,19 +140,8 @@ def conditioned_(
         if target.key in made:
             return Draw(made.pop(target.key), MADE.get(kind, f"identity, {kind}"), size)
         with named_errors(target):
-            work = torch.float64 if target.dtype == torch.float64 else torch.float32
             if kind == "semi_orthogonal":
-                new = semi_orthogonal(
-                    target.drawn_shape,
-                    seed=seed,
-                    key=target.name,
-                    role=target.stream_role,
-                    first=target.chunk.start,
-                    gain=size,
-                    dtype=work,
-                    device=target.device,
-                )
-                return Draw(new, MADE[kind], size)
+                return Draw(semi_orthogonal_heads(target, seed, target.stream_role, size), MADE[kind], size)
             new = torch.empty(target.drawn_shape, dtype=target.dtype, device=target.device)
             new = identity_heads(new, size, block=kind == "block", first=target.chunk.start)
             return Draw(new, f"identity, {kind}", size)
@@ -173,6 +162,20 @@ def _make_together(targets: list[Target], kind: str, sizes: list[float], seed: i
             identity_together_(new, [size for _, size in here], block=kind == "block")
         made.update((target.key, tensor) for (target, _), tensor in zip(here, new, strict=True))
     return made
+
+
+def semi_orthogonal_heads(target: Target, seed: int, role: str, gain: float = 1.0) -> Tensor:
+    """What the target's stream has for the heads of its chunk, in the stream's role ``role``."""
+    return semi_orthogonal(
+        target.drawn_shape,
+        seed=seed,
+        key=target.name,
+        role=role,
+        first=target.chunk.start,
+        gain=gain,
+        dtype=target.work,
+        device=target.device,
+    )
 
 
 def identity_heads(like: Tensor, gain: float = 1.0, *, block: bool = True, first: int = 0) -> Tensor:

@@ -95,7 +95,7 @@ def spectral_conditioning(
     if not roles or set(roles) - set("qkv"):
         raise ValueError(f"roles must be some of 'q', 'k' and 'v' in one string, got {roles!r}")
 
-    def choose(found: Discovery) -> list[Target]:
+    def choose(_: nn.Module, found: Discovery) -> list[Target]:
         return [target for target in resolve(found) if set(target.projection.role) & set(roles)]
 
     with weights_of(model):

@@ -94,6 +94,11 @@ class Target:
         return self.weight.dtype
 
     @property
+    def work(self) -> torch.dtype:
+        """Of computations: float64 for a weight in float64, else float32."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
     def device(self) -> torch.device:
         """Where the weight, or this rank's part of it, lies."""
         return distributed.local_part(self.weight).device

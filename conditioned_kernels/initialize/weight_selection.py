@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -130,22 +131,25 @@ def weight_selection_(
     if isinstance(leave, str) or not all(isinstance(each, str) for each in leave):
         raise TypeError(f"leave must be a sequence of names' beginnings, such as ('head.',), got {leave!r}")
     seed = resolve_seed(seed, generator)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     plan: dict[tuple[str, str], tuple[str, Callable[[], Tensor]]] = {}
+    opened: list[Teacher] = []
 
-    with open_teacher(teacher, like=like, config=config, layouts=layouts) as source:
+    @contextmanager
+    def source() -> Iterator[None]:
+        with open_teacher(teacher, like=like, config=config, layouts=layouts) as found:
+            opened[:] = [found]
+            yield
 
-        def choose(found: Discovery) -> list[Target]:
-            return _Choice(model, found, source, Selection(elements, seed), layers, tuple(leave)).targets(plan)
+    def choose(model: nn.Module, found: Discovery) -> list[Target]:
+        return _Choice(model, found, opened[0], Selection(elements, seed), layers, tuple(leave)).targets(plan)
 
-        def draw(target: Target) -> Draw:
-            name, values = plan[target.name, target.stream_role]
-            return Draw(values(), f"{elements} elements of {name}")
+    def draw(target: Target) -> Draw:
+        name, values = plan[target.name, target.stream_role]
+        return Draw(values(), f"{elements} elements of {name}")
 
-        name = f"weight selection, {layers} layers, {elements} elements"
-        scope = Scope(None, layouts, strict, include_frozen, overwrite)
-        return Scheme(name, seed, draw, choose=choose).apply(model, scope)
+    name = f"weight selection, {layers} layers, {elements} elements"
+    scope = Scope(None, layouts, strict, include_frozen, overwrite)
+    return Scheme(name, seed, draw, choose=choose, source=source, whole=True).apply(model, scope)
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from .. import _validate, distributed
-from ..heads.discover import Discovery
+from ..heads.discover import Discovery, named_modules
 from ..heads.layout import LayoutError
 from ..heads.wrappers import is_adapted, parametrizations
 from .scope import Scope, locate
-from .target import Target, resolve
+from .target import WHOLE, Target, resolve
 
 MARK = "_conditioned_kernels"
 """Attribute on a parameter this package has initialized; its value is the scheme's name."""
@@ -23,12 +24,19 @@ Blocks = list[tuple[range, Tensor]]
 """New values by chunk of heads: whole heads, or of a sharded weight what :meth:`Piece.select` kept of them."""
 
 
-def writable(
-    model: nn.Module, scope: Scope, choose: Callable[[Discovery], list[Target]] = resolve
-) -> tuple[Discovery, list[Target]]:
+Choice = Callable[[nn.Module, Discovery], list[Target]]
+"""Picks the targets of a scheme."""
+
+
+def projections(model: nn.Module, found: Discovery) -> list[Target]:
+    """Q, K and V of every layer."""
+    return resolve(found)
+
+
+def writable(model: nn.Module, scope: Scope, choose: Choice = projections) -> tuple[Discovery, list[Target]]:
     """The model's attention in ``scope``, and the targets chosen there, each of which may be written."""
     found = locate(model, scope)
-    targets = choose(found)
+    targets = choose(model, found)
     for target in targets:
         _check(target, scope)
     return found, targets
@@ -48,76 +56,147 @@ def _check(target: Target, scope: Scope) -> None:
             f"{name} is no parameter but recomputed in every forward, as the hooks of weight_norm do, so a value "
             "written into it would be lost; initialize before registering the hook"
         )
-    frozen = isinstance(weight, nn.Parameter) and not weight.requires_grad
-    if not scope.include_frozen and (is_adapted(name) or (not target.parametrized and frozen)):
+    kept = _kept(target)
+    if not scope.include_frozen and (is_adapted(name) or (kept and not any(each.requires_grad for each in kept))):
         what = "the base of an adapter" if is_adapted(name) else "frozen (requires_grad=False)"
         raise ValueError(
             f"{name} is {what}; pass include_frozen=True to initialize it all the same, or leave its layer out with "
             "where="
         )
-    if getattr(weight, "_is_hf_initialized", False) and not hasattr(weight, MARK) and not scope.overwrite:
+    if not scope.overwrite and any(
+        getattr(each, "_is_hf_initialized", False) and not hasattr(each, MARK) for each in kept
+    ):
         raise ValueError(
             f"{name} was loaded from a checkpoint (transformers marked it so), and initializing it would destroy "
             "trained weights; pass overwrite=True if that is what you want"
         )
 
 
-def untie(targets: list[Target]) -> tuple[list[Target], list[tuple[str, str]]]:
-    """Keep one of the targets that are the same heads in the same role, and refuse those that conflict in memory."""
+def _kept(target: Target) -> list[nn.Parameter]:
+    """The parameters behind a target: its weight, or what its parametrization recomputes that from."""
+    if target.parametrized:
+        return list(parametrizations(target.owner, target.attribute).parameters())
+    return [target.weight] if isinstance(target.weight, nn.Parameter) else []
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Elements of a storage that something occupies: a strided view of it, and a name for messages."""
+
+    name: str
+    weight: tuple[nn.Module, str]
+    storage: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @property
+    def end(self) -> int:
+        reach = sum((size - 1) * step for size, step in zip(self.sizes, self.strides, strict=True))
+        return self.offset + reach + 1 if all(self.sizes) else self.offset
+
+
+def untie(model: nn.Module, found: Discovery, targets: list[Target]) -> tuple[list[Target], list[tuple[str, str]]]:
+    """Keep one of the targets that are the same heads in the same role, and refuse those that conflict in memory.
+
+    What conflicts is another target, or a parameter that a scheme leaves alone; not one of a layer that ``where`` left
+    out, since then the user has chosen between the two.
+    """
     kept: dict[tuple, Target] = {}
     tied: list[tuple[str, str]] = []
-    groups: dict[int, list[tuple[Target, tuple]]] = {}
+    places: list[_Place] = []
     for target in targets:
-        storage, region = _region(target)
-        other = kept.setdefault((storage, region, target.stream_role), target)
+        place = _heads_place(target)
+        key = (target.parametrized, place.storage, place.sizes, place.strides, place.offset, target.stream_role)
+        other = kept.setdefault(key, target)
         if other is not target:
             tied.append((f"{target.name} ({target.stream_role})", f"is tied to {other.name}, which is written once"))
-            continue
-        groups.setdefault(storage, []).append((target, region))
-    for group in groups.values():
+        elif target.parametrized:
+            # An assignment may write all of what the weight is made from.
+            places += [_place(place.name, place.weight, each) for each in _kept(target)]
+        else:
+            places.append(place)
+    left_out = {name for name, _ in found.skipped}
+    places += _others(model, targets, left_out)
+    for group in _overlapping(places):
         # A layout keeps the roles of one weight apart, so only several weights in one memory can conflict.
-        if len({(target.owner, target.attribute) for target, _ in group}) > 1:
+        if len({place.weight for place in group}) > 1:
             _check_disjoint(group)
     return list(kept.values()), tied
 
 
-def _region(target: Target) -> tuple[int, tuple]:
-    """The storage behind a target, and which of its elements, as (parametrized, sizes, strides, offset)."""
+def _heads_place(target: Target) -> _Place:
+    """Where the heads of a target are."""
+    name, weight = f"{target.name} ({target.stream_role})", (target.owner, target.attribute)
     if target.piece is not None:
         # A rank may hold nothing of a weight, and all ranks must come to one result; so a shard goes by its parameter.
         if not distributed.is_sharded(target.weight):
-            return hash((id(target.weight), target.piece.rows.tobytes())), (False, (1,), (1,), 0)
-        heads = target.projection.view(torch.empty(target.weight.shape, device="meta"))
-        return id(target.weight), (False, tuple(heads.shape), heads.stride(), int(heads.storage_offset()))
-    heads = target.heads
-    region = (target.parametrized, tuple(heads.shape), heads.stride(), int(heads.storage_offset()))
+            return _Place(name, weight, hash((id(target.weight), target.piece.rows.tobytes())), (1,), (1,), 0)
+        return _place(name, weight, target.weight, target.projection.view)
     if not target.parametrized:
-        return heads.untyped_storage()._cdata, region
+        return _place(name, weight, target.weight, target.projection.view)
     # The weight is fresh memory on each read; its parametrization's first tensor stands for it.
-    original = next(iter(parametrizations(target.owner, target.attribute).parameters()))
-    return original.untyped_storage()._cdata, region
+    heads = target.heads
+    storage = _place(name, weight, _kept(target)[0]).storage
+    return _Place(name, weight, storage, tuple(heads.shape), heads.stride(), int(heads.storage_offset()))
 
 
-def _check_disjoint(group: list[tuple[Target, tuple]]) -> None:
-    marks = torch.zeros(
-        max(
-            offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) + 1
-            for _, (_, sizes, strides, offset) in group
-        ),
-        dtype=torch.int32,
-        device="cpu",
-    )
-    for number, (target, (parametrized, sizes, strides, offset)) in enumerate(group, 1):
-        place = marks.as_strided(sizes, strides, offset)
-        taken = int(place.max())
-        mixed = next((other for other, (its, *_) in group if its != parametrized), None)
-        if taken or mixed is not None:
-            other = mixed if mixed is not None else group[taken - 1][0]
+def _place(
+    name: str, weight: tuple[nn.Module, str], tensor: Tensor, view: Callable[[Tensor], Tensor] = lambda whole: whole
+) -> _Place:
+    """Where ``view(tensor)`` is; a sharded tensor's memory is the tensor's own, the same on all ranks."""
+    if distributed.is_sharded(tensor):
+        seen, storage = view(torch.empty(tensor.shape, device="meta")), id(tensor)
+    else:
+        seen, storage = view(tensor.detach()), tensor.untyped_storage()._cdata
+    return _Place(name, weight, storage, tuple(seen.shape), seen.stride(), int(seen.storage_offset()))
+
+
+def _others(model: nn.Module, targets: list[Target], left_out: set[str]) -> Iterator[_Place]:
+    """The parameters that no target is about, as places; but those of layers that are left out."""
+    attention = [target for target in targets if target.projection.role != WHOLE]
+    own = {(target.owner, target.attribute) for target in targets}
+    for target in attention:
+        if target.parametrized:
+            inside = parametrizations(target.owner, target.attribute).modules()
+            own |= {(module, name) for module in inside for name in module._parameters}
+    storages = {_heads_place(target).storage for target in attention}
+    for name, module in named_modules(model):
+        if any(name == each or name.startswith(f"{each}.") for each in left_out):
+            continue
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or (module, attribute) in own or parameter.is_sparse:
+                continue
+            place = _place(f"{name}.{attribute}" if name else attribute, (module, attribute), parameter)
+            if place.storage in storages:
+                yield place
+
+
+def _overlapping(places: list[_Place]) -> Iterator[list[_Place]]:
+    """Places whose ranges of memory run into each other, in groups."""
+    group: list[_Place] = []
+    end = 0
+    for place in sorted(places, key=lambda each: (each.storage, each.offset)):
+        if group and (place.storage != group[0].storage or place.offset >= end):
+            yield group
+            group, end = [], 0
+        group.append(place)
+        end = max(end, place.end)
+    if group:
+        yield group
+
+
+def _check_disjoint(group: list[_Place]) -> None:
+    start = group[0].offset
+    marks = torch.zeros(max(place.end for place in group) - start, dtype=torch.int32, device="cpu")
+    for number, place in enumerate(group, 1):
+        here = marks.as_strided(place.sizes, place.strides, place.offset - start)
+        if taken := int(here.max()) if here.numel() else 0:
             raise ValueError(
-                f"{target.name} ({target.stream_role}) shares its memory with {other.name} ({other.stream_role}); tied "
-                "weights cannot be given two values, so untie them, or leave one layer out with where="
+                f"{place.name} shares its memory with {group[taken - 1].name}; tied weights cannot be given two "
+                "values, so untie them, or leave one layer out with where="
             )
-        place.fill_(number)
+        here.fill_(number)
 
 
 @contextmanager
@@ -148,29 +227,37 @@ def writing(scheme: str) -> Iterator[Callable[[Target, Blocks], None]]:
 
         yield write_guarded
         for target in written:
-            weight = target.weight
-            if isinstance(weight, nn.Parameter):
-                setattr(weight, MARK, scheme)
-                if any(cls.__module__.startswith("transformers.") for cls in type(target.layer.module).__mro__):
-                    weight._is_hf_initialized = True  # type: ignore[attr-defined]
+            of_transformers = any(
+                cls.__module__.startswith("transformers.") for cls in type(target.layer.module).__mro__
+            )
+            for parameter in _kept(target):
+                setattr(parameter, MARK, scheme)
+                if of_transformers:
+                    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def _restorer(target: Target) -> Callable[[], None]:
-    """A function that puts back every bit, and the weight's attributes, that :func:`writing` may change."""
-    weight = target.weight
-    places = [target.heads if target.piece is None else distributed.local_part(weight)]
+    """A function that puts back every bit, and the parameters' attributes, that :func:`writing` may change."""
+    held: list[tuple[dict, dict]] = []
     if target.parametrized:
-        # The tensors themselves and no views, since an assignment may give them other memory.
+        # The tensors themselves and no views, since an assignment may give them other memory, or put others in place.
         state = parametrizations(target.owner, target.attribute)
         places = [*state.parameters(), *state.buffers()]
+        held = [(each, dict(each)) for module in state.modules() for each in (module._parameters, module._buffers)]
+    else:
+        places = [target.heads if target.piece is None else distributed.local_part(target.weight)]
     copies = [place.clone() for place in places]
-    attributes = dict(weight.__dict__)
+    attributes = [(parameter, dict(parameter.__dict__)) for parameter in _kept(target)]
 
     def restore() -> None:
+        for tensors, before in held:
+            tensors.clear()
+            tensors.update(before)
         for place, copy in zip(places, copies, strict=True):
             place.copy_(copy)
-        weight.__dict__.clear()
-        weight.__dict__.update(attributes)
+        for parameter, before in attributes:
+            parameter.__dict__.clear()
+            parameter.__dict__.update(before)
 
     return restore
 

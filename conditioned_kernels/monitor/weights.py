@@ -159,6 +159,7 @@ class Group:
     backend: str = "auto"
     vectors: Tensor | None = field(default=None, repr=False)
     terms: int = 0
+    unit: float = 0.0
 
     @property
     def places(self) -> list[Place]:
@@ -191,7 +192,8 @@ class Group:
             rounding = _torch.gram_rounding(gram, self.terms).double()
             values, self.vectors = small.follow(gram, rounding, self.rtol, self.vectors)
             trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).double()
-            usable = rounding.isfinite() & (rounding > _torch.smallest_rounding(gram.dtype))
+            self.unit = torch.finfo(gram.dtype).eps / 2
+            usable = rounding.isfinite() & (rounding > _torch.smallest_rounding(work))
             return torch.cat((torch.where(usable, values, torch.nan), trace[None])).to(device)
 
     def _grams(self, backend: str, device: torch.device, work: torch.dtype) -> list[Tensor]:
@@ -199,9 +201,7 @@ class Group:
         for watched in self.members:
             matrices = watched.read().to(device)
             small = _ops.small_matrix(backend, matrices)
-            gram, self.terms = small.gram_terms(
-                matrices if small.halves and work != torch.float64 else matrices.to(work)
-            )
+            gram, self.terms = small.gram_terms(matrices, work)
             grams.append(gram)
         return grams
 
@@ -249,7 +249,7 @@ class Group:
         top, top_low, top_high, bottom, bottom_low, bottom_high, trace = raw
         single = torch.finfo(torch.float32)
         with np.errstate(all="ignore"):
-            delta = 1.01 * self.terms * single.eps / 2 * trace
+            delta = 1.01 * self.terms * self.unit * trace
             fits = (bottom > 0) & (delta * (1 / bottom + 1 / top) <= self.rtol / 2)
             fits &= top_high * bottom_high <= (1 + self.rtol) ** 2 * top_low * bottom_low
             # The squares of the Gram matrix's elements have to stay in range, too.

@@ -108,12 +108,12 @@ void run(int n, int rank, bool padded_source) {
   auto shared = aligned_buffer<T>(Team::spectrum_workspace(n, steps));
   for (int pass = 0; pass < 2; ++pass) {
     const T* start = pass ? warm.data() : nullptr;
-    const auto one = solo.spectrum_bracket(source, 1e-6, 1e-3, steps, start, vectors.data(), work.data());
+    const auto one = solo.spectrum_bracket(source, 1e-6, 1e-3, false, steps, start, vectors.data(), work.data());
     std::vector<double> bounds(6), found(6 * members);
     one.store(bounds.data());
     as_team([&](const Threads& team) {
       const Team algorithms(team, n);
-      algorithms.spectrum_bracket(source, 1e-6, 1e-3, steps, start, again.data(), shared.data())
+      algorithms.spectrum_bracket(source, 1e-6, 1e-3, false, steps, start, again.data(), shared.data())
           .store(found.data() + 6 * team.rank);
     });
     for (int i = 0; i < 6 * members; ++i) {
