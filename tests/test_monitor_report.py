@@ -129,6 +129,8 @@ def test_odd_runs(tmp_path: Path) -> None:
         run_html(tmp_path / "page.html", name, records)
         text = (tmp_path / "page.html").read_text(encoding="utf-8")
         assert name not in text and "\x1b" not in text and "&lt;b&gt;&amp;" in text
+    axes = pictures.heat_maps([Record(7, name, "q", 0, kappa=2.0)], [7]).axes[0]
+    assert all(float(tick).is_integer() for tick in (*axes.get_xticks(), *axes.get_yticks()))  # one layer, one head
     with pytest.raises(ValueError, match="no records"):
         run_html(tmp_path / "page.html", "run", [])
 
