@@ -200,7 +200,8 @@ class HtmlReport:
         data = base64.b64encode(buffer.getvalue()).decode("ascii")
         text = html.escape(caption, quote=True)
         self._parts.append(
-            f'<figure tabindex=0><img alt="{text}" src="data:image/png;base64,{data}"><figcaption>{text}</figcaption></figure>'
+            f'<figure tabindex=0><img alt="{text}" src="data:image/png;base64,{data}">'
+            f"<figcaption>{text}</figcaption></figure>"
         )
 
     def write(self, path: str | Path) -> None:
