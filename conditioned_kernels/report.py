@@ -225,7 +225,9 @@ h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2.2rem}
 th,td{padding:.25rem .6rem;border-bottom:1px solid #dde1e6;text-align:right;white-space:nowrap}
 th:first-child,td:first-child{text-align:left}
 td:first-child{white-space:normal;overflow-wrap:anywhere;min-width:9rem}
-figure{margin:1rem 0;overflow-x:auto}@media(max-width:40rem){figure img{max-width:none;width:44rem}}img{max-width:100%;height:auto}figcaption{color:#5b636d;font-size:.85rem}
+figure{margin:1rem 0;overflow-x:auto}
+img{max-width:100%;height:auto}figcaption{color:#5b636d;font-size:.85rem}
+@media(max-width:40rem){figure img{max-width:none;width:44rem}}
 summary{cursor:pointer;margin:.8rem 0}
 """
 
