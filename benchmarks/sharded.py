@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -43,20 +44,22 @@ main()
 
 
 def streamed(config: dict[str, int], folder: Path, *options: str) -> dict[str, Any]:
-    """Seconds, bytes and peak memory of one ``init`` in a process of its own."""
+    """Seconds, bytes and peak memory of one ``init`` in a process of its own, beside how busy the machine was."""
     (folder / "config.json").write_text(json.dumps(config))
     out = folder / "out"
     arguments = ["init", "transformers:llama", "--config", str(folder / "config.json"), "--out", str(out)]
-    start = time.perf_counter()
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-c", COMMAND, *arguments, "--dtype", "bf16", *options]
     said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    seconds = time.perf_counter() - start
+    seconds, used = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     shutil.rmtree(out)
     *_, speed, _, peak = said.strip().splitlines()
     print(speed)
     return {
         "seconds": round(seconds, 2),
+        "processor_seconds": round(used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime, 2),
+        "load_average": round(os.getloadavg()[1], 1),
         "bytes": size,
         "gigabytes_per_second": round(size / seconds / 1e9, 4),
         "peak_rss_bytes": int(peak),
