@@ -253,11 +253,8 @@ def _conclusions(found: Sequence[Summary], tables: Mapping[str, Mapping[str, flo
             "- The paper finds it ahead of mimetic initialization on every task. Here, one comparison a suite, it "
             f"is {mimetic}."
         )
-    lines += [
-        f"- {line}" for line in (_sooner(found), _shown_contrasts(found), _followed(found), _ranks(found)) if line
-    ]
-    if untaught := _untaught(found, tables):
-        lines.append(f"- {untaught}")
+    more = (_sooner(found), _shown_contrasts(found), _followed(found), _ranks(found), _untaught(found, tables))
+    lines += [f"- {line}" for line in more if line]
     return "**What agrees with the paper and what does not.**\n\n" + "\n".join(lines)
 
 
@@ -271,8 +268,8 @@ def _sooner(found: Sequence[Summary]) -> str:
     if missing:
         parts.append(f"not with every seed on {', '.join(missing)}")
     return (
-        "In the paper it has the default's final accuracy after 69 to 80 % of the epochs. Here, as a share of the steps "
-        "after which the default of the same seed first has its final metric (geometric mean, interval over seeds): "
+        "In the paper it has the default's final accuracy after 69 to 80 % of the epochs. Here, as a share of the "
+        "steps after which the default of the same seed first has its final metric (geometric mean, interval over seeds): "
         f"{'; '.join(parts)}."
     )
 
