@@ -269,8 +269,8 @@ def _sooner(found: Sequence[Summary]) -> str:
         parts.append(f"not with every seed on {', '.join(missing)}")
     return (
         "In the paper it has the default's final accuracy after 69 to 80 % of the epochs. Here, as a share of the "
-        "steps after which the default of the same seed first has its final metric (geometric mean, interval over seeds): "
-        f"{'; '.join(parts)}."
+        "steps after which the default of the same seed first has its final metric (geometric mean, interval over "
+        f"seeds): {'; '.join(parts)}."
     )
 
 
