@@ -23,6 +23,9 @@ NEWTON_STEPS = 5
 """Coupled Newton-Schulz steps in the working precision; with the last one in fp64 they take
 ||I - r G / trace|| from 0.75 (Gaussian, r/c = 1/4) to 1e-11."""
 
+SCOUTS = 8
+"""Matrices of a large batch that :func:`spectrum` looks at first."""
+
 GRAM_BLOCK = 64
 """Columns per partial product in :func:`gram_blocked`; sets its error bound."""
 
@@ -319,14 +322,20 @@ def spectrum(weights: Tensor, rtol: float, small: SmallMatrix) -> tuple[Tensor, 
     status = torch.full((b,), int(Status.TOLERANCE_NOT_MET), dtype=torch.int8, device=weights.device)
     work = _WORK[weights.dtype]
     step = max(1, CHUNK_BYTES // max(1, r * c * work.itemsize))
+    # A Gram matrix sums at least 8 terms, so its bracket is at least 8 u trace / lambda_min >= 8 u r wide.
+    start_wide = rtol < 4 * torch.finfo(work).eps * r
+    start = 0
     with full_precision():
-        for start in range(0, b, step):
-            part = slice(start, start + step)
-            values[:, part], status[part] = _spectrum_chunk(weights[part], rtol, small)
+        while start < b:
+            # The first few tell whether it is worth the while to try the working precision on the others.
+            part = slice(start, start + (min(step, SCOUTS) if start == 0 and b >= 4 * SCOUTS else step))
+            values[:, part], status[part], share = _spectrum_chunk(weights[part], rtol, small, start_wide)
+            start, start_wide = part.stop, start_wide or share > 0.5
     return values, status
 
 
-def _spectrum_chunk(w: Tensor, rtol: float, small: SmallMatrix) -> tuple[Tensor, Tensor]:
+def _spectrum_chunk(w: Tensor, rtol: float, small: SmallMatrix, start_wide: bool) -> tuple[Tensor, Tensor, float]:
+    """:func:`spectrum` of one chunk, and the share of it that the first level left open."""
     work = _WORK[w.dtype]
     wide = _WIDE.get(work, work)
     levels: list[Callable[[Tensor], Tensor]] = [
@@ -334,15 +343,14 @@ def _spectrum_chunk(w: Tensor, rtol: float, small: SmallMatrix) -> tuple[Tensor,
         lambda w: _extremes_or_null(w, *small.gram_terms(w, wide), rtol, small.extremes),
         lambda w: _extremes_svd(w.to(wide)),
     ]
-    # A Gram matrix sums at least 8 terms, so its bracket is at least 8 u trace / lambda_min >= 8 u r wide.
-    hopeless = rtol < 4 * torch.finfo(work).eps * w.shape[-2]
-    if wide == work or hopeless:
+    if wide == work or start_wide:
         levels.pop(0)
+    left = []
     values = torch.empty(6, w.shape[0], dtype=torch.float64, device=w.device)
     status = torch.full((w.shape[0],), int(Status.TOLERANCE_NOT_MET), dtype=torch.int8, device=w.device)
     open_ = torch.arange(w.shape[0], device=w.device)
     for level in levels:
-        found = level(w[open_] if len(open_) < w.shape[0] else w)
+        found = level(_chosen(w, open_))
         top, top_low, top_high, _, low, high = found
         # NaN (overflow, underflow, non-finite input) compares False and so goes to the next level.
         met = (top_high * high <= (1 + rtol) * (top_low * low)) & (low > 0)
@@ -351,16 +359,22 @@ def _spectrum_chunk(w: Tensor, rtol: float, small: SmallMatrix) -> tuple[Tensor,
         status[open_[met]] = int(Status.CONVERGED)
         status[open_[singular]] = int(Status.RANK_DEFICIENT)
         open_ = open_[~(met | singular)]
+        left.append(open_.numel() / w.shape[0])
         if not open_.numel():
             break
-    unmet = (status != Status.CONVERGED).nonzero().flatten()
-    if unmet.numel():
-        left = w[unmet]
-        status[unmet[(left == 0).all(-1).all(-1)]] = int(Status.ZERO_MATRIX)
-        nonfinite = unmet[~left.isfinite().all(-1).all(-1)]
+    suspects = ((status != Status.CONVERGED) & ~(values[0] > 0)).nonzero().flatten()
+    if suspects.numel():
+        some = w[suspects]
+        status[suspects[(some == 0).all(-1).all(-1)]] = int(Status.ZERO_MATRIX)
+        nonfinite = suspects[~some.isfinite().all(-1).all(-1)]
         status[nonfinite] = int(Status.NON_FINITE)
         values[:, nonfinite] = torch.nan
-    return values, status
+    return values, status, left[0]
+
+
+def _chosen(batch: Tensor, index: Tensor) -> Tensor:
+    """The matrices at ascending ``index``; no copy where that is all of them."""
+    return batch if index.numel() == batch.shape[0] else batch[index]
 
 
 def _extremes_of(gram: Tensor, terms: int, products: torch.dtype, rtol: float, solve: Extremes) -> Tensor:
@@ -375,7 +389,7 @@ def _extremes_or_null(w: Tensor, gram: Tensor, terms: int, rtol: float, solve: E
     values = _extremes_of(gram, terms, gram.dtype, rtol, solve)
     index = (values[4] <= 0).nonzero().flatten()
     if index.numel():
-        w, gram = w[index], gram[index]
+        w, gram = _chosen(w, index), _chosen(gram, index)
         # ``solve`` may have stopped where rtol was out of reach, before sigma_max was good.
         found = _extremes_of(gram, terms, gram.dtype, rtol, extremes)
         least, high = _null_vector(w, gram, terms)

@@ -107,7 +107,14 @@ def from_config(config: Any) -> nn.Module:
     """The model of a transformers configuration: the class it names, else with its pre-training or language head."""
     transformers = _library("transformers")
     for named in config.architectures or ():
-        if isinstance(cls := getattr(transformers, named, None), type):
+        # A name of a model in transformers; any other, such as that of code beside a checkpoint, says nothing here.
+        cls = getattr(transformers, named, None) if isinstance(named, str) else None
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            if not (isinstance(cls.config_class, type) and isinstance(config, cls.config_class)):
+                raise ArchitectureError(
+                    f"the configuration is a {type(config).__name__}, and the model {named} that it names is made from "
+                    "another"
+                )
             return cls(config)
     for auto in (transformers.AutoModelForPreTraining, transformers.AutoModelForCausalLM, transformers.AutoModel):
         if type(config) in auto._model_mapping:

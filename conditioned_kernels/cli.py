@@ -270,7 +270,13 @@ def layouts(
         return
     _table(
         [
-            {"class": f"{row.module}.{row.cls}", "storage": row.form, "rule": row.rule, "installed": row.installed}
+            {
+                "class": f"{row.module}.{row.cls}",
+                "storage": row.form,
+                "rule": row.rule,
+                "Jacobian": row.jacobian,
+                "installed": row.installed,
+            }
             for row in support_rows()
         ],
         words=True,

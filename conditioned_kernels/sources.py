@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import shutil
@@ -28,7 +29,7 @@ from .initialize.materialize import Block, blocks, fill, forget, joined
 from .initialize.measure import measure
 from .initialize.scope import Scope, locate
 from .initialize.target import resolve
-from .shards import clear_unfinished, write_shards
+from .shards import INDEX, clear_unfinished, write_shards
 
 Progress = Callable[[int], None]
 
@@ -60,7 +61,7 @@ def match_names(wanted: list[str], checkpoint: Checkpoint) -> dict[str, str]:
     Raises
     ------
     CheckpointError
-        if no prefix fits all of them.
+        if no prefix fits all of them, or several do, as where a file has a model and its average.
     """
     wanted = list(dict.fromkeys(wanted))
     prefixes = {""}
@@ -71,11 +72,19 @@ def match_names(wanted: list[str], checkpoint: Checkpoint) -> dict[str, str]:
     for i in range(1, len(stripped)):
         prefixes.add("-" + ".".join(stripped[:i]) + ".")
     best: dict[str, str] = {}
+    complete: list[str] = []
     for prefix in sorted(prefixes, key=len):
         names = {name: name.removeprefix(prefix[1:]) if prefix.startswith("-") else prefix + name for name in wanted}
         found = {name: file for name, file in names.items() if file in checkpoint.entries}
         if len(found) > len(best):
             best = found
+        if len(found) == len(wanted):
+            complete.append(prefix)
+    if len(complete) > 1 and "" not in complete:
+        raise CheckpointError(
+            f"{checkpoint.path} holds several models of this architecture, under {' and '.join(map(repr, complete))}; "
+            "save the one that is meant into a file of its own"
+        )
     missing = [name for name in wanted if name not in best]
     if missing:
         raise CheckpointError(
@@ -154,7 +163,7 @@ def init_file(
     shard_size : write a folder of shards of at most so many bytes with their index, and never hold more than one block
         of an architecture in memory: what is not attention is drawn by the model's own rule, block by block as in
         :func:`conditioned_kernels.materialize_`. The same call continues a killed one.
-    force : replace existing files.
+    force : replace existing files; in a folder also the shards that an index there names.
     progress : called with (bytes written, bytes in all).
 
     Returns
@@ -171,8 +180,16 @@ def init_file(
         raise CheckpointError(f"--shard-size writes several files, so --out must be a folder, got {out}")
     if shard_size is not None and shard_size < 1:
         raise CheckpointError(f"--shard-size must be a positive number of bytes, got {shard_size}")
-    if shard_size is None and file.exists() and not force:
-        raise CheckpointError(f"{file} exists; pass --force (force=True) to replace it")
+    stale = _stale(out) if shard_size is None and file != out else []
+    if shard_size is None and not force:
+        for path in (file, *stale):
+            if path.exists():
+                raise CheckpointError(f"{path} exists; pass --force (force=True) to replace it")
+    if (attention_only or shard_size is not None) and not architectures.is_architecture(source) and _same(source, out):
+        raise CheckpointError(
+            f"--out is the source {source}, which would be gone before its tensors are all written; choose another "
+            "folder"
+        )
     if options.whole and (attention_only or shard_size is not None or not architectures.is_architecture(source)):
         raise ValueError(
             f"{options.whole}, so the source must be an architecture, and --attention-only and --shard-size cannot be "
@@ -191,12 +208,15 @@ def init_file(
         if shard_size is not None:
             clear_unfinished(out)
         if out != file:
-            stack.enter_context(_beside_the_weights(out, job.save_config))
+            stack.enter_context(_beside_the_weights(out, job.save_config, force))
         kept: tuple[str, ...] = ()
         if shard_size is None:
             write_safetensors(file, job.entries, job.tensor, force=force, progress=count)
+            for path in stale:  # now of an older model, which some programs would load by its index
+                path.unlink()
         else:
-            facts = [source, _text(config), str(options), str(dtype), attention_only, __version__, torch.__version__]
+            facts = [source, like, _text(config), _state(source), str(options), str(dtype), attention_only]
+            facts += [__version__, torch.__version__]
             kept = write_shards(
                 out, job.entries, job.tensor, size=shard_size, job=json.dumps(facts), force=force, progress=count
             )
@@ -219,6 +239,34 @@ class Written:
     nbytes: int
     seconds: float
     kept: tuple[str, ...]
+
+
+def _stale(out: Path) -> list[Path]:
+    """The index in a folder that is about to get one file of weights, and the shards it names."""
+    index = out / INDEX
+    if not index.is_file():
+        return []
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        names = set()
+    shards = [path for path in sorted(out.glob("*.safetensors")) if path.name in names - {"model.safetensors"}]
+    return [index, *shards]
+
+
+def _same(source: str, out: Path) -> bool:
+    """Whether a checkpoint lies in the folder, or is the file, that shall be written."""
+    given, target = Path(source).resolve(), out.resolve()
+    return target in (given, given.parent) if given.is_file() else target == given
+
+
+def _state(source: str) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of the files of a checkpoint, which change when it does."""
+    path = Path(source)
+    if architectures.is_architecture(source):
+        return []
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files if each.is_file()]
 
 
 def _text(config: str | Path | None) -> str:
@@ -452,10 +500,11 @@ def _folder(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _beside_the_weights(out: Path, save: Callable[[Path], None]) -> Iterator[None]:
+def _beside_the_weights(out: Path, save: Callable[[Path], None], force: bool) -> Iterator[None]:
     """Write the files that go with the weights out of sight, and put them in place when what follows has succeeded.
 
-    So a disk that is full behind the weights leaves neither weights without a configuration nor half of one.
+    So a disk that is full behind the weights leaves neither weights without a configuration nor half of one. A file
+    that is there with other content is kept, and refused, without ``force``.
     """
     try:
         hidden = Path(tempfile.mkdtemp(prefix=".", suffix=".partial", dir=out))
@@ -466,6 +515,10 @@ def _beside_the_weights(out: Path, save: Callable[[Path], None]) -> Iterator[Non
             save(hidden)
         except OSError as error:
             raise CheckpointError(f"cannot write in {out}: {reason(error)}; nothing was changed") from error
+        for path in sorted(hidden.iterdir()) if not force else ():
+            there = out / path.name
+            if there.exists() and not (there.is_file() and filecmp.cmp(path, there, shallow=False)):
+                raise CheckpointError(f"{there} exists with other content; pass --force (force=True) to replace it")
         yield
         for path in sorted(hidden.iterdir()):
             os.replace(path, out / path.name)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import _validate
 from ..heads.discover import AttentionLayer, Where
 from ..heads.layout import LayoutFunction
-from ..heads.mechanics import attention_heads
+from ..heads.mechanics import attention_heads, own_labels
 from .gain_search import best_gains, geometric_mean
 from .init_report import InitReport
 from .measure import measure
@@ -144,7 +144,7 @@ def calibrate_gain(
         targets, tied = untie(model, found, targets)
         by_layer: dict[str, list[Target]] = {}
         for target in targets:
-            if target.projection.role in tuple(roles):
+            if target.projection.role in tuple(roles) and _own(target):
                 by_layer.setdefault(target.layer.name, []).append(target)
         done: dict[str, LayerCalibration] = {}
         with writing("calibrated") as write, _evaluating(model), ExitStack() as stack:
@@ -169,6 +169,11 @@ def calibrate_gain(
                 )
     missed = [(name, "not called by the forward") for name in by_layer if name not in done]
     return CalibrationReport(tuple(done.values()), (*found.skipped, *found.unknown, *tied, *missed))
+
+
+def _own(target: Target) -> bool:
+    """Whether the layer's Jacobian is with respect to these rows; a shared rotary key or a latent is held fixed."""
+    return target.projection.label in own_labels(target.layer.family)
 
 
 def _arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
@@ -221,6 +226,6 @@ def conditioned_then_calibrated(
         touched = []
         for entry in made.touched:
             target = targets[entry.parameter, entry.label]
-            factor = gains.get(entry.layer, {}).get(entry.role, 1.0)
+            factor = gains.get(entry.layer, {}).get(entry.role, 1.0) if _own(target) else 1.0
             touched.append(measure(target, target.heads, made=entry.made, gain=entry.gain * factor))
     return replace(made, touched=tuple(touched), calibration=calibration)

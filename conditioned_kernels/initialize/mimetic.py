@@ -254,11 +254,6 @@ def _right_vectors(whole: Tensor, rank: int, key: int) -> tuple[Tensor, Tensor]:
     return space @ rotation, inside @ rotation
 
 
-def flat_heads(heads: Tensor) -> Tensor:
-    """(heads, rows, cols), whatever axes the heads have."""
-    return heads.reshape(-1, *heads.shape[-2:])
-
-
 def _group(wide: Target, shared: Target) -> int:
     """Query heads per K/V head."""
     if wide.shape[-2] != shared.shape[-2] or wide.count % shared.count:

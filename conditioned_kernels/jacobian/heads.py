@@ -267,9 +267,9 @@ def _check(heads: AttentionHeads) -> None:
             f"w_q and w_k must have equal head_dim{f' but for {shared} shared keys' if shared else ''}, got "
             f"{heads.w_q.shape[-2]} and {heads.w_k.shape[-2]}"
         )
-    for name, tokens in (("values", values), ("shared_keys", heads.shared_keys)):
-        if tokens is not None and tokens.shape[-2] != keys.shape[-2]:
-            raise ValueError(f"{name} must have as many tokens as memory, {keys.shape[-2]}, got {tokens.shape[-2]}")
+    for name, part in (("values", values), ("shared_keys", heads.shared_keys)):
+        if part is not None and part.shape[-2] != keys.shape[-2]:
+            raise ValueError(f"{name} must have as many tokens as memory, {keys.shape[-2]}, got {part.shape[-2]}")
     for name, rows in (("b_q", heads.w_q), ("b_k", heads.w_k), ("b_v", heads.w_v)):
         _check_vector(getattr(heads, name), name, rows.shape[-2])
     for name, norm, rows, tokens in (("norm_q", heads.norm_q, heads.w_q, x), ("norm_k", heads.norm_k, heads.w_k, keys)):

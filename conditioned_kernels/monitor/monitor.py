@@ -17,7 +17,7 @@ from torch import nn
 from .. import _validate, distributed
 from .._backend import BACKENDS
 from ..heads.discover import NoAttentionFound, Where, find_attention
-from ..heads.layout import LayoutFunction
+from ..heads.layout import LATENT, LayoutFunction
 from ..initialize.target import Target, resolve
 from .activations import Capture, Sampling, compiled_around, uncast
 from .alerts import Alert
@@ -82,7 +82,9 @@ class ConditioningMonitor:
     ``tokens``, ``heads`` and ``layers_per_step`` bound it.
     *Sharded models.* Weights that are DTensors give the same figures on every rank, from Gram matrices summed over the
     ranks; no weight is gathered. Measuring is then a collective: every rank of a mesh has a monitor with the same
-    arguments and calls ``step`` at the same steps. Attention Jacobians of sharded layers are not measured.
+    arguments and calls ``step`` at the same steps. Attention Jacobians need no collective: under FSDP2 a layer's
+    weights are whole inside its forward, in the dtype of its mixed precision policy, and each rank's figures are of its
+    own batch. Where weights stay DTensors in the forward, as under tensor parallelism, a record says so by name.
     *Synchronization.* None on ordinary steps with the extension. Without it, torch.linalg.eigvalsh on a GPU waits once
     per group of heads. Construction, flushes and steps with activations read the device.
     *Effect on training.* None: weights, losses and random state are bit for bit those of a run without it.
@@ -255,7 +257,7 @@ class ConditioningMonitor:
         self._queries = {
             each.target.layer.name: each.kind[0][0]
             for each in watched
-            if each.target.projection.role == "q" and each.piece is None
+            if each.target.projection.role == "q" and each.target.projection.part != LATENT
         }
         self._plan()
 
