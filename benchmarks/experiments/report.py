@@ -28,6 +28,7 @@ CONTRASTS = (
     ("qk", "qk-rescaled", "spectrum of W_Q, W_K at scale 1: semi-orthogonal, against random"),
     ("qk-rescaled", "default", "scale of W_Q, W_K with random spectrum: 1, against the default's"),
     ("calibrated", "qk", "scale of semi-orthogonal W_Q, W_K: calibrated for κ(J), against 1"),
+    ("conditioned", "xavier", "the paper's, against random of about the same scale (Xavier)"),
     ("preserve", "default", "spectrum of all three at the default's norms: flat, against random"),
     ("redraw", "default", "the same distribution drawn again, which must show nothing"),
 )
@@ -253,6 +254,8 @@ def _conclusions(found: Sequence[Summary], tables: Mapping[str, Mapping[str, flo
             "- The paper finds it ahead of mimetic initialization on every task. Here, one comparison a suite, it "
             f"is {mimetic}."
         )
+    if xavier := _verdicts(found, "xavier"):
+        lines.append(f"- Against Xavier for W_Q, W_K and W_V, one comparison a suite, it is {xavier}.")
     more = (_sooner(found), _shown_contrasts(found), _followed(found), _ranks(found), _untaught(found, tables))
     lines += [f"- {line}" for line in more if line]
     return "**What agrees with the paper and what does not.**\n\n" + "\n".join(lines)
