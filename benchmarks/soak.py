@@ -654,9 +654,11 @@ def as_markdown(record: Mapping[str, Any]) -> str:
         for fault, counts in record["by fault"].items()
     ]
     rows.append(("all", str(record["cells"]), *(str(record["counts"][kind]) for kind in kinds)))
+    # Records of before there were any do not say so.
+    streamed = record.get("streamed to shards", 0)
     title = (
         f"Soak, seed {record['seed']}: {record['cells']} models and checkpoints of {len(record['families'])} families, "
-        f"{record['streamed to shards']} of them streamed to shards, {record['environment']['date']}; the full disk "
+        f"{streamed} of them streamed to shards, {record['environment']['date']}; the full disk "
         f"was {record['full disk']}"
     )
     return markdown(Table(title, ("fault", "tried", *kinds), rows))
