@@ -262,6 +262,8 @@ def test_the_best_rate_is_the_sweeps_and_the_summary_pairs_by_seed():
     # (0.8 + noise) * 75 / 100 is 0.6 + noise where the noise is not positive, at two of the four seeds.
     assert conditioned.steps == (75, 100, 75, 100)
     assert conditioned.median_step == 87.5
+    assert np.exp(conditioned.ratio.mean) == pytest.approx(0.75**0.5)  # the default's own steps are 100 each
+    assert conditioned.ratio.number == 4
     assert default.median_step == 100
     assert summary.verdicts == {"conditioned": "better", "qk": "no difference shown"}
     assert summary.recommended().scheme == "conditioned"
@@ -287,7 +289,7 @@ def test_the_words_follow_from_the_numbers(tmp_path, monkeypatch, gain, word):
     assert f"mimetic initialization on every task. Here, one comparison a suite, it is {word} {name}." in text
     taken = "`conditioned_(model)`" if gain > 0 else f"| {name} | the model's own; not shown to differ from it: "
     assert taken in text
-    assert ("Where it is better here" in text) == (gain > 0)
+    assert (f"(geometric mean, interval over seeds): not with every seed on {name}." in text) == (gain <= 0)
     assert "says little about attention" not in text
     (tmp_path / "baselines.json").write_text(json.dumps({"digits": {"nothing": 0.1, "a feature": 0.505}}))
     untaught = f"little about attention: {name} (better with 2 of 3 seeds: 51.0 ± 2.5 % against 50.5 % from a feature)."

@@ -42,13 +42,18 @@ def draw(summary: Summary, path: Path) -> str:
     bands = "" if few else " (two shown)"
     axes[0, 0].set(ylabel=f"validation {metric}", title=f"mean and 95 % interval{bands} over {_seeds(summary)} seeds")
     for axis, title in zip(axes[0, 1:], ("exact κ(J), middle layer", "its bound (Theorem 3.1)"), strict=False):
-        axis.set(title=f"{title}; gaps: above {CEILING:.0e}", ylabel="median over heads, last seed", yscale="log")
+        axis.set(
+            title=f"{title}; gaps: infinite, or above {CEILING:.0e}",
+            ylabel="median over heads, last seed",
+            yscale="log",
+        )
     for axis in axes[0]:
         axis.set(xlabel="step")
         axis.grid(alpha=0.3)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=3 if traced else 1)
-    figure.suptitle(f"{MODELS[summary.suite.model].title}; {TASKS[summary.suite.task].title}", fontsize=11)
+    names = (MODELS[summary.suite.model].title, f"{TASKS[summary.suite.task].title}, {summary.suite.steps} steps")
+    figure.suptitle(("; " if traced else "\n").join(names), fontsize=11)
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)
     return path.name

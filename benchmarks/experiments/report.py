@@ -28,6 +28,7 @@ CONTRASTS = (
     ("qk", "qk-rescaled", "spectrum of W_Q, W_K at scale 1: semi-orthogonal, against random"),
     ("qk-rescaled", "default", "scale of W_Q, W_K with random spectrum: 1, against the default's"),
     ("calibrated", "qk", "scale of semi-orthogonal W_Q, W_K: calibrated for κ(J), against 1"),
+    ("conditioned", "xavier", "the paper's, against random of about the same scale (Xavier)"),
     ("preserve", "default", "spectrum of all three at the default's norms: flat, against random"),
     ("redraw", "default", "the same distribution drawn again, which must show nothing"),
 )
@@ -154,6 +155,7 @@ def _main_table(summary: Summary) -> str:
                 )
                 + (f" ({same[row.scheme].number} seeds)" if partly else ""),
                 "default's final metric at step (median)": _steps(row, total) + f", {reached} of {len(row.steps)}",
+                "share of the default's steps": _ratio(row),
             }
         )
     return _table(rows)
@@ -210,6 +212,7 @@ def _recommendations(found: Sequence[Summary]) -> str:
         row = {"model and task": _name(summary), "take": words, "it minus the default": _against_default(summary, top)}
         paper = summary.row("conditioned")
         row["the paper's (conditioned, block)"] = _against_default(summary, paper) if paper else "not run"
+        row["its share of the default's steps"] = (_ratio(paper) or "not reached with every seed") if paper else ""
         row["seeds, rates"] = f"{len(top.curves)}, {len(top.tried)}"
         rows.append(row)
     return (
@@ -251,17 +254,34 @@ def _conclusions(found: Sequence[Summary], tables: Mapping[str, Mapping[str, flo
             "- The paper finds it ahead of mimetic initialization on every task. Here, one comparison a suite, it "
             f"is {mimetic}."
         )
-    better = [summary for summary in found if summary.verdicts.get("conditioned") in ("better", "perhaps better")]
-    if better:
-        steps = [f"{_steps(row, s.suite.steps)} on {_name(s)}" for s in better if (row := s.row("conditioned"))]
-        lines.append(
-            "- In the paper it has the default's final accuracy after 69 to 80 % of the epochs. Where it is better "
-            f"here, or perhaps, at step (median): {'; '.join(steps)}."
-        )
-    lines += [f"- {line}" for line in (_shown_contrasts(found), _followed(found), _ranks(found)) if line]
-    if untaught := _untaught(found, tables):
-        lines.append(f"- {untaught}")
+    if xavier := _verdicts(found, "xavier"):
+        lines.append(f"- Against Xavier for W_Q, W_K and W_V, one comparison a suite, it is {xavier}.")
+    more = (_sooner(found), _shown_contrasts(found), _followed(found), _ranks(found), _untaught(found, tables))
+    lines += [f"- {line}" for line in more if line]
     return "**What agrees with the paper and what does not.**\n\n" + "\n".join(lines)
+
+
+def _sooner(found: Sequence[Summary]) -> str:
+    """In how much of the default's steps the paper's initialization has the default's final metric."""
+    rows = [(summary, row) for summary in found if (row := summary.row("conditioned"))]
+    parts = [f"{_ratio(row)} on {_name(summary)}" for summary, row in rows if row.ratio]
+    missing = [_name(summary) for summary, row in rows if not row.ratio]
+    if not rows:
+        return ""
+    if missing:
+        parts.append(f"not with every seed on {', '.join(missing)}")
+    return (
+        "In the paper it has the default's final accuracy after 69 to 80 % of the epochs. Here, as a share of the "
+        "steps after which the default of the same seed first has its final metric (geometric mean, interval over "
+        f"seeds): {'; '.join(parts)}."
+    )
+
+
+def _ratio(row: Row) -> str:
+    if row.ratio is None:
+        return ""
+    middle, low, high = (100 * math.exp(value) for value in (row.ratio.mean, row.ratio.low, row.ratio.high))
+    return f"{middle:.0f} % ({low:.0f} to {high:.0f})"
 
 
 def _verdicts(found: Sequence[Summary], reference: str = "default") -> str:

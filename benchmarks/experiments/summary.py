@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,7 @@ class Row:
     best : interval of the paired difference to the default, each at its own best rate; None for the default itself.
     same : the same with both at the default's best rate, over the seeds there are.
     steps : first step at which each seed reached the final metric of the default of the same seed, inf if never.
+    ratio : interval of the logarithm of these steps over the default's own; None if a seed never got there.
     curves : validation curve (step, metric) by seed.
     jacobian : rows of ``step``, ``kappa`` and ``bound`` of the last seed, if traced.
     weights : kappa of W_Q, W_K and W_V at start and end, of the first seed.
@@ -46,6 +48,7 @@ class Row:
     best: Interval | None
     same: Interval | None
     steps: tuple[float, ...]
+    ratio: Interval | None
     curves: Mapping[int, Curve]
     jacobian: tuple[Mapping[str, Any], ...]
     weights: Mapping[str, Any]
@@ -151,6 +154,16 @@ def _row(suite: Suite, scheme: str, rate: float, default_rate: float, done: Reco
     is_default = scheme == suite.schemes[0]
     higher = TASKS[suite.task].higher_is_better
     sign = 1 if higher else -1
+    own_steps, default_steps = (
+        {
+            seed: first_step(each[seed], value, higher_is_better=higher)
+            for seed, value in reference.items()
+            if seed in each
+        }
+        for each in (curves, _curves(suite, suite.schemes[0], default_rate, done))
+    )
+    ratios = [math.log(step / default_steps[seed]) for seed, step in own_steps.items() if math.isfinite(step)]
+    complete = 1 < len(ratios) == len(own_steps) and not is_default
     trace = done.get(suite.cell(scheme, rate, suite.seeds - 1, trace=True))
     return Row(
         scheme,
@@ -160,11 +173,8 @@ def _row(suite: Suite, scheme: str, rate: float, default_rate: float, done: Reco
         len(curves) - len(own),
         None if is_default else paired(own, reference),
         None if is_default else paired(at_default, reference),
-        tuple(
-            first_step(curves[seed], value, higher_is_better=higher)
-            for seed, value in reference.items()
-            if seed in curves
-        ),
+        tuple(own_steps.values()),
+        interval(ratios) if complete else None,
         curves,
         tuple(trace["jacobian"]) if trace else (),
         done[suite.cell(scheme, rate, 0)]["kappa"],

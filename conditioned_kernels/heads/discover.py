@@ -309,7 +309,7 @@ def _looks_like_attention(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _attends(cls: type[nn.Module]) -> bool:
+def _attends(cls: type) -> bool:
     """Whether the code of the class computes attention itself, whatever it is called."""
     if cls.__module__.startswith("torch."):
         return False
