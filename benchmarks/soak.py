@@ -314,7 +314,8 @@ class Run:
             # Finished shards stay, for the same command to continue.
             outcome, why = self._continued()
             return (REFUSED if outcome == RIGHT else outcome), f"{str(error).splitlines()[0]}; continued: {why}"
-        return (LOST, changed) if changed else (REFUSED, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        why = str(error).splitlines()[0].replace(str(self.out), "OUT").replace(str(self.folder), "SCRATCH")
+        return (LOST, changed) if changed else (REFUSED, f"{type(error).__name__}: {why}")
 
     # --- faults -----------------------------------------------------------------------------------------------------
 
