@@ -41,8 +41,11 @@ from torch import Tensor, nn
 from conditioned_kernels import architectures
 from conditioned_kernels.bench.machine import environment
 from conditioned_kernels.bench.tables import Table, markdown
-from conditioned_kernels.initialize.apply import locate, resolve, sigma_tolerance
-from conditioned_kernels.sources import InitOptions, init_file, measure_source
+from conditioned_kernels.file_schemes import InitOptions
+from conditioned_kernels.initialize.measure import sigma_tolerance
+from conditioned_kernels.initialize.scope import Scope, locate
+from conditioned_kernels.initialize.target import resolve
+from conditioned_kernels.sources import init_file, measure_source
 from conditioned_kernels.verify import judge
 
 RIGHT, REFUSED, WRONG, LOST = "done right", "refused clearly", "wrong", "lost"
@@ -127,6 +130,11 @@ class Cell:
     to_folder: bool
     replaces: bool
     fault: str
+
+    @property
+    def options(self) -> InitOptions:
+        """What ``init`` is asked for."""
+        return InitOptions(self.number, options={"gain": self.gain, "value": self.value})
 
 
 def draw(seed: int, number: int) -> Cell:
@@ -248,7 +256,7 @@ class Run:
         init_file(
             self.source,
             self.out,
-            options=InitOptions(cell.number, cell.gain, cell.value),
+            options=cell.options,
             like=None if architectures.is_architecture(self.source) else self.like,
             config=self.config if architectures.is_architecture(self.source) or self.like else None,
             dtype=DTYPES[cell.dtype],
@@ -367,8 +375,7 @@ class Run:
             truth = {}
         try:
             entries = self.measured(self.file)
-            options = InitOptions(self.cell.number, self.cell.gain, self.cell.value)
-            init_file(str(self.file), again, options=options, like=self.cell.source, config=self.config)
+            init_file(str(self.file), again, options=self.cell.options, like=self.cell.source, config=self.config)
         except CLEAR as error:
             if again.exists():
                 return LOST, "init left a file behind"
@@ -388,7 +395,7 @@ class Run:
             return outcome, why
         if stray := self._stray():
             return LOST, stray
-        names = {target.name for target in resolve(locate(self.model, where=None, layouts=None, strict=False))}
+        names = {target.name for target in resolve(locate(self.model, Scope(strict=False)))}
         if self.cell.attention_only and set(tensors) != names:
             return WRONG, f"--attention-only wrote {sorted(set(tensors) ^ names)}"
         original = self.model.state_dict()
@@ -410,7 +417,7 @@ class Run:
         verified = judge(entries, gain=gain, roles=roles).ok
         right = True
         places = {(entry.parameter, entry.label): entry for entry in entries}
-        for target in resolve(locate(model, where=None, layouts=None, strict=False)):
+        for target in resolve(locate(model, Scope(strict=False))):
             sigma = _singular_values(target.heads)
             entry = places[target.name, target.stream_role]
             if bad := _outside(entry.estimate, sigma):

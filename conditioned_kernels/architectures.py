@@ -60,6 +60,19 @@ def build(name: str, *, config: str | Path | None = None, device: str = "cpu", s
         return {"timm": _timm, "torch": _torch, "python": _python}[library](model)
 
 
+def of_checkpoint(like: str | None, config: str | Path | None, beside: Path | None = None) -> nn.Module | None:
+    """The architecture of stored tensors, without values.
+
+    That is ``like`` with ``config``; else what ``config`` or the configuration ``beside`` the tensors says; else None.
+    """
+    if like is not None:
+        return build(like, config=config, device="meta")
+    if (file := config or beside) is None:
+        return None
+    with torch.device("meta"):
+        return from_config(transformers_config(None, file))
+
+
 def transformers_config(model_type: str | None, file: str | Path | None) -> Any:
     """A transformers configuration from a model type, a JSON file, or both (the file on the type's defaults)."""
     transformers = _library("transformers")
@@ -94,7 +107,14 @@ def from_config(config: Any) -> nn.Module:
     """The model of a transformers configuration: the class it names, else with its pre-training or language head."""
     transformers = _library("transformers")
     for named in config.architectures or ():
-        if isinstance(cls := getattr(transformers, named, None), type):
+        # A name of a model in transformers; any other, such as that of code beside a checkpoint, says nothing here.
+        cls = getattr(transformers, named, None) if isinstance(named, str) else None
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            if not (isinstance(cls.config_class, type) and isinstance(config, cls.config_class)):
+                raise ArchitectureError(
+                    f"the configuration is a {type(config).__name__}, and the model {named} that it names is made from "
+                    "another"
+                )
             return cls(config)
     for auto in (transformers.AutoModelForPreTraining, transformers.AutoModelForCausalLM, transformers.AutoModel):
         if type(config) in auto._model_mapping:

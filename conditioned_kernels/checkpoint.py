@@ -14,6 +14,7 @@ import json
 import math
 import os
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -44,6 +48,16 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _WRITE_CHUNK = 16 << 20
+
+INDEX_SUFFIX = ".index.json"
+"""Of the file beside shards that says which tensor is in which."""
+
+_MODEL_FILES = tuple(
+    f"{name}{suffix}" for name in ("model.safetensors", "pytorch_model.bin") for suffix in ("", INDEX_SUFFIX)
+)
+"""What transformers reads of a folder: the first that is there, whatever else lies beside it."""
+_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt")
+"""What else is read: all files of the first kind that is there."""
 
 
 class CheckpointError(ValueError):
@@ -63,8 +77,9 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def cast(self, dtype: torch.dtype | None) -> Entry:
-        """The same tensor in ``dtype`` if it is a floating one."""
-        return Entry(self.shape, dtype) if dtype is not None and self.dtype.is_floating_point else self
+        """The same tensor in ``dtype`` if it is a floating one, and no quantized one, which has its scale elsewhere."""
+        floating = self.dtype.is_floating_point and self.dtype.itemsize > 1
+        return Entry(self.shape, dtype) if dtype is not None and floating else self
 
 
 @dataclass(frozen=True)
@@ -101,6 +116,8 @@ class Checkpoint:
     path : as given.
     entries : name to :class:`Entry`, in file order.
     config : the folder's or neighboring ``config.json``, or None.
+    files : those that are read. Of a folder: model.safetensors, the shards that its index names, or the same of
+        pytorch_model.bin, as transformers reads it; else all files of the first kind that is there.
 
     Raises
     ------
@@ -115,8 +132,9 @@ class Checkpoint:
         self._load: dict[str, Callable[[], Tensor]] = {}
         folder = self.path if self.path.is_dir() else self.path.parent
         self.config = folder / "config.json" if (folder / "config.json").is_file() else None
+        self.files: list[Path] = self._files()
         try:
-            for file in self._files():
+            for file in self.files:
                 self._open_safetensors(file) if file.suffix == ".safetensors" else self._open_torch(file)
         except BaseException:
             self._stack.close()
@@ -139,12 +157,13 @@ class Checkpoint:
     def _files(self) -> list[Path]:
         if not self.path.exists():
             raise CheckpointError(f"no such file or folder: {self.path}")
-        if self.path.is_file():
-            return [self.path]
-        for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth"):
+        named = [self.path / name for name in _MODEL_FILES] if self.path.is_dir() else [self.path]
+        if found := next((path for path in named if path.is_file()), None):
+            return _shards(found) if found.name.endswith(INDEX_SUFFIX) else [found]
+        for pattern in _PATTERNS:
             if files := sorted(self.path.glob(pattern)):
                 return files
-        raise CheckpointError(f"{self.path} has no .safetensors, .bin, .pt or .pth file")
+        raise CheckpointError(f"{self.path} has no {', '.join(_PATTERNS).replace('*', '')} file")
 
     def _open_safetensors(self, file: Path) -> None:
         safe_open = _safe_open()
@@ -163,11 +182,11 @@ class Checkpoint:
 
     def _open_torch(self, file: Path) -> None:
         try:
-            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            # Files of torch before 1.6 are no zip files, and cannot be mapped.
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         except Exception as error:  # torch raises many classes for damaged or pickled content
-            raise CheckpointError(
-                f"{file} cannot be loaded as plain tensors (weights_only=True): {str(error).splitlines()[0]}"
-            ) from error
+            why = str(error).splitlines()[0].split(". ")[0]  # what follows advises to load without weights_only
+            raise CheckpointError(f"{file} cannot be loaded as plain tensors (weights_only=True): {why}") from error
         for nested in ("state_dict", "model"):
             if isinstance(loaded, Mapping) and isinstance(loaded.get(nested), Mapping):
                 loaded = loaded[nested]
@@ -181,6 +200,21 @@ class Checkpoint:
         if name in self.entries:
             raise CheckpointError(f"{file}: the tensor {name!r} is in two files of {self.path}")
         self.entries[name], self._load[name] = entry, load
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files that an index names, each once."""
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        files = [index.parent / name for name in dict.fromkeys(names)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is no index of shards: {type(error).__name__}: {error}") from error
+    for file in files:
+        if file.parent != index.parent or file.suffix == ".json":
+            raise CheckpointError(f"{index} names {str(file)!r}, which is no shard beside it")
+        if not file.is_file():
+            raise CheckpointError(f"{index} names {file.name}, which is missing; copy or download it again")
+    return files
 
 
 def write_safetensors(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -19,7 +21,9 @@ from rich.table import Table
 from . import report as reports
 from ._backend import backends as list_backends
 from ._version import __version__
+from .file_schemes import FILE_SCHEMES, InitOptions
 from .initialize.conditioned import VALUES
+from .initialize.selection import ELEMENTS, LAYERS
 from .report import printable
 
 app = typer.Typer(
@@ -29,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 # A pipe has no width of its own; wide enough keeps one row on one line.
-out = Console(width=None if sys.stdout.isatty() else 160)
+out = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 160)
 err = Console(stderr=True)
 
 Source = Annotated[
@@ -49,6 +53,8 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "
 def main() -> NoReturn:
     """Run the command line. Exit code: 0, 1 if ``verify``, ``probe`` or ``bench --compare`` finds a fault, 2 on error,
     130 on Ctrl-C."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal cannot show is no reason to lose a result
     try:
         code = app(standalone_mode=False) or 0  # without standalone mode, the exit code is returned
     except (KeyboardInterrupt, typer.Abort):
@@ -111,25 +117,64 @@ def init(
     like: Like = None,
     config: Config = None,
     seed: Seed = 0,
+    scheme: Annotated[str, typer.Option(help=f"{', '.join(FILE_SCHEMES)}.")] = "conditioned",
     gain: Annotated[
-        str, typer.Option(help="unit, preserve or a number; per role as q=unit,k=unit,v=preserve.")
-    ] = "unit",
-    value: Annotated[str, typer.Option(help=f"W_V: {', '.join(VALUES)}.")] = "block",
+        str | None,
+        typer.Option(help="conditioned: unit (default), preserve or a number; per role as q=unit,k=unit,v=preserve."),
+    ] = None,
+    value: Annotated[str | None, typer.Option(help=f"conditioned: W_V, {', '.join(VALUES)}.")] = None,
+    qk: Annotated[str | None, typer.Option(help="mimetic: alpha,beta of W_Q W_K^T; none leaves Q and K alone.")] = None,
+    vo: Annotated[str | None, typer.Option(help="mimetic: alpha,beta of W_V W_O; none leaves V and W_O alone.")] = None,
+    positions: Annotated[
+        str | None, typer.Option(help="mimetic: sinusoidal, or the name of a position table to write sinusoids into.")
+    ] = None,
+    std: Annotated[float | None, typer.Option(help="trunc_normal: standard deviation, 0.02 unless given.")] = None,
+    teacher: Annotated[
+        Path | None, typer.Option(help="weight_selection: file or folder of the larger model that is selected from.")
+    ] = None,
+    teacher_like: Annotated[
+        str | None, typer.Option(help="weight_selection: the teacher's architecture, without a config.json beside it.")
+    ] = None,
+    teacher_config: Annotated[
+        Path | None, typer.Option(help="weight_selection: JSON configuration of the teacher's architecture.")
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help=f"weight_selection: {', '.join(LAYERS)}.")] = None,
+    elements: Annotated[str | None, typer.Option(help=f"weight_selection: {', '.join(ELEMENTS)}.")] = None,
+    leave: Annotated[
+        list[str] | None,
+        typer.Option(help="weight_selection: leave parameters whose names begin so; may be repeated."),
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the written weights: fp64, fp32, fp16 or bf16.")] = None,
-    attention_only: Annotated[bool, typer.Option("--attention-only", help="Write only Q, K and V weights.")] = False,
+    attention_only: Annotated[
+        bool, typer.Option("--attention-only", help="Write only Q, K and V weights, and W_O for mimetic.")
+    ] = False,
     shard_size: Annotated[
         str | None,
         typer.Option(help="Write shards of at most this size, such as 5GB, one block in memory at a time; resumable."),
     ] = None,
     force: Force = False,
 ) -> None:
-    """Write a conditioned model to safetensors: semi-orthogonal W_Q and W_K, identity W_V."""
+    """Write an initialized model to safetensors; by default with semi-orthogonal W_Q and W_K, and identity W_V."""
     from .shards import disk_speed
-    from .sources import InitOptions, init_file
+    from .sources import init_file
 
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, got {dtype!r}", param_hint="--dtype")
-    options = InitOptions(seed, _parse_gain(gain), value)
+    given = {
+        "gain": gain,
+        "value": value,
+        "qk": qk,
+        "vo": vo,
+        "positions": positions,
+        "std": std,
+        "teacher": teacher,
+        "like": teacher_like,
+        "config": teacher_config,
+        "layers": layers,
+        "elements": elements,
+        "leave": leave,
+    }
+    options = InitOptions(seed, scheme, _scheme_options(scheme, given))
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("writing", total=None)
@@ -229,7 +274,13 @@ def layouts(
         return
     _table(
         [
-            {"class": f"{row.module}.{row.cls}", "storage": row.form, "rule": row.rule, "installed": row.installed}
+            {
+                "class": f"{row.module}.{row.cls}",
+                "storage": row.form,
+                "rule": row.rule,
+                "Jacobian": row.jacobian,
+                "installed": row.installed,
+            }
             for row in support_rows()
         ],
         words=True,
@@ -282,9 +333,9 @@ def bench(
             most=turns,
             say=lambda title: bar.update(task, description=title),
         )
-    tables.show(record, out)
     if json:
         json.write_text(measure.as_json(record), encoding="utf-8")
+    tables.show(record, out)
     if plot:
         reports.write_png(plot, scaling_figure(record))
     _written(json, plot)
@@ -292,7 +343,12 @@ def bench(
         found = list(comparing.regressions(old, record))
         for sentence in found:
             out.print(f"regression: {escape(sentence)}", highlight=False, soft_wrap=True)
-        out.print(f"{len(found)} regressions against {escape(printable(str(compare)))}", highlight=False)
+        compared = len(comparing.shared(old, record))
+        out.print(
+            f"{len(found)} regressions in {compared} ratios against {escape(printable(str(compare)))}",
+            highlight=False,
+            soft_wrap=True,
+        )
         raise typer.Exit(1 if found else 0)
 
 
@@ -321,7 +377,9 @@ def _table(rows: list[dict[str, Any]], *, words: bool = False) -> None:
     """Print rows as a table: columns of ``words`` may wrap, numbers after the first two columns stay whole."""
     if not rows:
         return
-    table = Table(header_style="bold", show_lines=words)
+    # Without lines between numbers, a layer's name has room beside them in 80 columns.
+    plain: dict[str, Any] = {"box": None, "pad_edge": False, "collapse_padding": True}
+    table = Table(header_style="bold", **({"show_lines": True} if words else plain))
     for number, name in enumerate(rows[0]):
         whole = number > 1 and not words
         table.add_column(escape(name), justify="right" if whole else "left", no_wrap=whole, overflow="fold")
@@ -347,10 +405,14 @@ def _counting(what: str) -> Iterator[Any]:
 def _check_output(option: str, path: Path | None, force: bool) -> None:
     if path is None:
         return
+    if path.is_dir():
+        raise ValueError(f"{option}: {path} is a folder, and a file is to be written")
     if path.exists() and not force:
         raise ValueError(f"{option}: {path} exists; pass --force to replace it")
     if not path.parent.is_dir():
         raise ValueError(f"{option}: the folder {path.parent} does not exist")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option}: there is no permission to write {path}")
 
 
 def _written(*paths: Path | None) -> None:
@@ -372,6 +434,38 @@ def _parse_gain(text: str) -> Any:
         role, _, size = part.partition("=")
         gains[role.strip()] = _parse_gain(size.strip())
     return gains
+
+
+def _parse_pair(text: str) -> tuple[float, float] | None:
+    if text == "none":
+        return None
+    try:
+        alpha, beta = map(float, text.split(","))
+    except ValueError:
+        raise ValueError(f"--qk and --vo: expected two numbers such as 0.7,0.7, or none, got {text!r}") from None
+    return alpha, beta
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {"gain": _parse_gain, "qk": _parse_pair, "vo": _parse_pair}
+_FLAGS = {"like": "--teacher-like", "config": "--teacher-config"}
+
+
+def _scheme_options(scheme: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given, as the scheme's function takes them; those of another scheme are refused."""
+    if scheme not in FILE_SCHEMES:
+        raise typer.BadParameter(f"expected one of {', '.join(FILE_SCHEMES)}, got {scheme!r}", param_hint="--scheme")
+    known = {name: _FLAGS.get(name, f"--{name}") for name in FILE_SCHEMES[scheme].options}
+    options = {}
+    for name, value in given.items():
+        if value is None or value == []:
+            continue
+        if name not in known:
+            raise ValueError(
+                f"{_FLAGS.get(name, f'--{name}')} is not an option of --scheme {scheme}, which has "
+                f"{', '.join(known.values()) or 'none of its own'}"
+            )
+        options[name] = _PARSERS[name](value) if name in _PARSERS else value
+    return options
 
 
 SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1, "": 1}

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from .architectures import build
 from .heads.discover import find_attention
 from .initialize import InitReport, conditioned_
-from .initialize.apply import measure, resolve
 from .initialize.init_report import ProjectionReport
+from .initialize.measure import measure
+from .initialize.target import resolve
 from .orthogonalize import semi_orthogonal
 
 CONTEXT = 128

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,37 +20,39 @@ from torch import Tensor, nn
 from . import architectures
 from ._version import __version__
 from .checkpoint import Checkpoint, CheckpointError, Entry, reason, write_safetensors
+from .file_schemes import InitOptions
 from .heads.discover import AttentionLayer
-from .initialize import InitReport, conditioned_
-from .initialize.apply import locate, measure, resolve
+from .heads.layout import Projection
+from .initialize import InitReport
 from .initialize.init_report import ProjectionReport
-from .initialize.materialize import Block, blocks, fill, joined
-from .shards import clear_unfinished, write_shards
+from .initialize.materialize import Block, blocks, fill, forget, joined
+from .initialize.measure import measure
+from .initialize.scope import Scope, locate
+from .initialize.target import resolve
+from .shards import INDEX, clear_unfinished, write_shards
 
 Progress = Callable[[int], None]
+
+LENIENT = Scope(strict=False)
 
 
 @contextmanager
 def opened(
-    path: str | Path, like: str | None, config: str | Path | None
+    path: str | Path, like: str | None, config: str | Path | None, *, outputs: bool = False
 ) -> Iterator[tuple[Checkpoint, nn.Module, dict[str, str]]]:
-    """A checkpoint, its architecture on the meta device, and the map from the model's names to the file's.
+    """A checkpoint, its architecture on the meta device, and the map from its attention weights' names to the file's.
 
-    The architecture is ``like``, else the ``config.json`` beside the file.
+    The architecture is ``like``, else the ``config.json`` beside the file. With ``outputs``, W_O is in the map too.
     """
     with Checkpoint(path) as checkpoint:
-        if like is not None:
-            model = architectures.build(like, config=config, device="meta")
-        elif (found := config or checkpoint.config) is not None:
-            with torch.device("meta"):
-                model = architectures.from_config(architectures.transformers_config(None, found))
-        else:
+        model = architectures.of_checkpoint(like, config, checkpoint.config)
+        if model is None:
             raise CheckpointError(
                 f"{path} does not say what model it is of, and no config.json lies beside it; name its architecture "
                 "with --like, e.g. --like transformers:bert --config config.json"
             )
-        found_layers = locate(model, where=None, layouts=None, strict=False)
-        yield checkpoint, model, match_names([target.name for target in resolve(found_layers)], checkpoint)
+        targets = resolve(locate(model, LENIENT), outputs=outputs)
+        yield checkpoint, model, match_names([target.name for target in targets], checkpoint)
 
 
 def match_names(wanted: list[str], checkpoint: Checkpoint) -> dict[str, str]:
@@ -58,7 +61,7 @@ def match_names(wanted: list[str], checkpoint: Checkpoint) -> dict[str, str]:
     Raises
     ------
     CheckpointError
-        if no prefix fits all of them.
+        if no prefix fits all of them, or several do, as where a file has a model and its average.
     """
     wanted = list(dict.fromkeys(wanted))
     prefixes = {""}
@@ -69,11 +72,19 @@ def match_names(wanted: list[str], checkpoint: Checkpoint) -> dict[str, str]:
     for i in range(1, len(stripped)):
         prefixes.add("-" + ".".join(stripped[:i]) + ".")
     best: dict[str, str] = {}
+    complete: list[str] = []
     for prefix in sorted(prefixes, key=len):
         names = {name: name.removeprefix(prefix[1:]) if prefix.startswith("-") else prefix + name for name in wanted}
         found = {name: file for name, file in names.items() if file in checkpoint.entries}
         if len(found) > len(best):
             best = found
+        if len(found) == len(wanted):
+            complete.append(prefix)
+    if len(complete) > 1 and "" not in complete:
+        raise CheckpointError(
+            f"{checkpoint.path} holds several models of this architecture, under {' and '.join(map(repr, complete))}; "
+            "save the one that is meant into a file of its own"
+        )
     missing = [name for name in wanted if name not in best]
     if missing:
         raise CheckpointError(
@@ -108,13 +119,13 @@ def measure_source(
     entries = []
     if architectures.is_architecture(source):
         model = architectures.build(source, config=config, seed=seed)
-        found = locate(model, where=None, layouts=None, strict=False)
+        found = locate(model, LENIENT)
         for target in resolve(found):
             entries.append(measure(target, target.heads, made="", gain=float("nan")))
             progress(entries[-1].heads)
         return tuple(entries), found.unknown
     with opened(source, like, config) as (checkpoint, model, names):
-        found = locate(model, where=None, layouts=None, strict=False)
+        found = locate(model, LENIENT)
         last, tensor = "", torch.empty(0)
         for target in resolve(found):
             if target.name != last:
@@ -123,25 +134,6 @@ def measure_source(
             entries.append(measure(target, target.projection.view(tensor), made="", gain=float("nan")))
             progress(entries[-1].heads)
     return tuple(entries), found.unknown
-
-
-@dataclass(frozen=True)
-class InitOptions:
-    """What to do to each head; see :func:`conditioned_kernels.conditioned_`."""
-
-    seed: int = 0
-    gain: Any = "unit"
-    value: str = "block"
-
-    def apply(self, model: nn.Module, **more: Any) -> InitReport:
-        """:func:`conditioned_` with these options, leaving unknown attention alone (the report lists it)."""
-        return conditioned_(model, seed=self.seed, gain=self.gain, value=self.value, strict=False, **more)
-
-    @property
-    def reads_weights(self) -> bool:
-        """Whether the result depends on the weights that were there."""
-        gains = self.gain.values() if isinstance(self.gain, Mapping) else (self.gain,)
-        return self.value == "keep" or "preserve" in gains
 
 
 def init_file(
@@ -157,20 +149,21 @@ def init_file(
     force: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Written:
-    """Write a conditioned model to a safetensors file, or to a folder as transformers reads it.
+    """Write an initialized model to a safetensors file, or to a folder as transformers reads it.
 
     Parameters
     ----------
     source : an architecture's name, or a checkpoint whose other tensors are copied.
     out : a ``.safetensors`` file, or a folder (made if missing) for model.safetensors and the configuration.
-    options : seed, gain and value.
+    options : the scheme, with its seed and options.
     like, config : as in :func:`measure_source`.
     dtype : of the written floating tensors; default as they are.
-    attention_only : write only the Q, K and V weights, one attention layer in memory at a time.
+    attention_only : write only the Q, K and V weights (and W_O with a scheme that writes it), one attention layer in
+        memory at a time.
     shard_size : write a folder of shards of at most so many bytes with their index, and never hold more than one block
         of an architecture in memory: what is not attention is drawn by the model's own rule, block by block as in
         :func:`conditioned_kernels.materialize_`. The same call continues a killed one.
-    force : replace existing files.
+    force : replace existing files; in a folder also the shards that an index there names.
     progress : called with (bytes written, bytes in all).
 
     Returns
@@ -187,8 +180,21 @@ def init_file(
         raise CheckpointError(f"--shard-size writes several files, so --out must be a folder, got {out}")
     if shard_size is not None and shard_size < 1:
         raise CheckpointError(f"--shard-size must be a positive number of bytes, got {shard_size}")
-    if shard_size is None and file.exists() and not force:
-        raise CheckpointError(f"{file} exists; pass --force (force=True) to replace it")
+    stale = _stale(out) if shard_size is None and file != out else []
+    if shard_size is None and not force:
+        for path in (file, *stale):
+            if path.exists():
+                raise CheckpointError(f"{path} exists; pass --force (force=True) to replace it")
+    if (attention_only or shard_size is not None) and not architectures.is_architecture(source) and _same(source, out):
+        raise CheckpointError(
+            f"--out is the source {source}, which would be gone before its tensors are all written; choose another "
+            "folder"
+        )
+    if options.whole and (attention_only or shard_size is not None or not architectures.is_architecture(source)):
+        raise ValueError(
+            f"{options.whole}, so the source must be an architecture, and --attention-only and --shard-size cannot be "
+            "used"
+        )
     with ExitStack() as stack:
         job = _job(stack, source, options, like, config, dtype, attention_only, streamed=shard_size is not None)
         total, done, start = sum(entry.nbytes for entry in job.entries.values()), 0, time.perf_counter()
@@ -202,12 +208,15 @@ def init_file(
         if shard_size is not None:
             clear_unfinished(out)
         if out != file:
-            stack.enter_context(_beside_the_weights(out, job.save_config))
+            stack.enter_context(_beside_the_weights(out, job.save_config, force))
         kept: tuple[str, ...] = ()
         if shard_size is None:
             write_safetensors(file, job.entries, job.tensor, force=force, progress=count)
+            for path in stale:  # now of an older model, which some programs would load by its index
+                path.unlink()
         else:
-            facts = [source, _text(config), str(options), str(dtype), attention_only, __version__, torch.__version__]
+            facts = [source, like, _text(config), _state(source), str(options), str(dtype), attention_only]
+            facts += [__version__, torch.__version__]
             kept = write_shards(
                 out, job.entries, job.tensor, size=shard_size, job=json.dumps(facts), force=force, progress=count
             )
@@ -232,6 +241,34 @@ class Written:
     kept: tuple[str, ...]
 
 
+def _stale(out: Path) -> list[Path]:
+    """The index in a folder that is about to get one file of weights, and the shards it names."""
+    index = out / INDEX
+    if not index.is_file():
+        return []
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        names = set()
+    shards = [path for path in sorted(out.glob("*.safetensors")) if path.name in names - {"model.safetensors"}]
+    return [index, *shards]
+
+
+def _same(source: str, out: Path) -> bool:
+    """Whether a checkpoint lies in the folder, or is the file, that shall be written."""
+    given, target = Path(source).resolve(), out.resolve()
+    return target in (given, given.parent) if given.is_file() else target == given
+
+
+def _state(source: str) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of the files of a checkpoint, which change when it does."""
+    path = Path(source)
+    if architectures.is_architecture(source):
+        return []
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files if each.is_file()]
+
+
 def _text(config: str | Path | None) -> str:
     return "" if config is None else Path(config).read_text(encoding="utf-8")
 
@@ -247,7 +284,8 @@ def _job(
     streamed: bool,
 ) -> _Job:
     if not architectures.is_architecture(source):
-        return _checkpoint_job(*stack.enter_context(opened(source, like, config)), options, dtype, attention_only)
+        checkpoint = stack.enter_context(opened(source, like, config, outputs=options.outputs))
+        return _checkpoint_job(*checkpoint, options, dtype, attention_only)
     if attention_only or streamed:
         model = architectures.build(source, config=config, device="meta").to(dtype)
         return _meta_job(model, options, attention_only)
@@ -272,9 +310,10 @@ def _model_job(model: nn.Module, options: InitOptions) -> _Job:
 
 
 def _meta_job(model: nn.Module, options: InitOptions, attention_only: bool) -> _Job:
-    found = locate(model, where=None, layouts=None, strict=False)
+    found = locate(model, LENIENT)
     layers = {layer.module: layer for layer in found.layers}
-    weights = {target.name: target.weight for target in resolve(found)} if attention_only else _state_dict(model)
+    targets = resolve(found, outputs=options.outputs)
+    weights = {target.name: target.weight for target in targets} if attention_only else _state_dict(model)
     entries = {name: Entry(tuple(weight.shape), weight.dtype) for name, weight in weights.items()}
 
     def fill_block(block: Block) -> None:
@@ -285,15 +324,25 @@ def _meta_job(model: nn.Module, options: InitOptions, attention_only: bool) -> _
 
     parts = blocks(model)
     if attention_only:
-        parts = [_as_block(layer) for layer in found.layers]
+        parts = [_as_block(layer, options) for layer in found.layers]
     drawn = _BlockByBlock(model, options, parts, fill_block, overwrite=False)
     return _Job(entries, drawn.tensor, drawn.report, lambda out: _save_config(model, out))
 
 
-def _as_block(layer: AttentionLayer) -> Block:
-    """An attention layer alone, its own module last."""
-    inner = [(f"{layer.name}.{name}", module) for name, module in layer.module.named_modules() if name]
-    return Block(layer.name, (*reversed(inner), (layer.name, layer.module)))
+def _written(layer: AttentionLayer, options: InitOptions) -> list[Projection]:
+    """The projections that the scheme may write."""
+    return [*layer.projections, *([layer.output] if options.outputs and layer.output else [])]
+
+
+def _as_block(layer: AttentionLayer, options: InitOptions) -> Block:
+    """An attention layer alone, its own module last; and what else holds weights of it that are written."""
+    begin = f"{layer.name}." if layer.name else ""
+    members = {f"{begin}{name}": module for name, module in layer.module.named_modules() if name}
+    for projection in _written(layer, options):
+        owner = layer.owner(projection)
+        if owner is not layer.module and owner not in members.values():
+            members[layer.parameter_name(projection).rpartition(".")[0]] = owner
+    return Block(layer.name, (*reversed(members.items()), (layer.name, layer.module)))
 
 
 def _overwritten(layer: AttentionLayer, options: InitOptions) -> bool:
@@ -318,18 +367,18 @@ def _checkpoint_job(
     def stored(name: str) -> Tensor:
         return checkpoint.tensor(name).to(entries[name].dtype)
 
-    found = locate(model, where=None, layouts=None, strict=False)
+    found = locate(model, LENIENT)
     of_module = {layer.module: layer for layer in found.layers}
 
     def fill_block(block: Block) -> None:
         layer = of_module[block.modules[-1][1]]
-        for projection in layer.projections:
+        for projection in _written(layer, options):
             file_name = names[layer.parameter_name(projection)]
             owner, attribute = layer.owner(projection), projection.parameter.rpartition(".")[2]
             _check_stored(file_name, checkpoint.entries[file_name], getattr(owner, attribute))
             owner._parameters[attribute] = nn.Parameter(stored(file_name).clone())
 
-    parts = [_as_block(layer) for layer in found.layers]
+    parts = [_as_block(layer, options) for layer in found.layers]
     drawn = _BlockByBlock(model, options, parts, fill_block, overwrite=True)
     return _Job(
         entries,
@@ -352,11 +401,24 @@ class _BlockByBlock:
         overwrite: bool,
     ) -> None:
         self.model, self.options, self.fill_block, self.overwrite = model, options, fill_block, overwrite
-        self.found = locate(model, where=None, layouts=None, strict=False)
+        self.found = locate(model, LENIENT)
         self.blocks = {name: block for block in parts for name in _tensor_names(block)}
         self.layers = {layer.module for layer in self.found.layers}
         self.reports: list[InitReport] = []
         self._ready: dict[str, Tensor] = {}
+        self._refuse_early({module: block for block in parts for _, module in block.modules})
+
+    def _refuse_early(self, block_of: dict[nn.Module, Block]) -> None:
+        """What is wrong with the options or a layer, before anything is drawn."""
+        for layer in self.found.layers:
+            for projection in _written(layer, self.options):
+                if block_of[layer.owner(projection)] is not block_of[layer.module]:
+                    raise CheckpointError(
+                        f"{layer.parameter_name(projection)} lies outside of its attention layer's block; write the "
+                        "model without --shard-size"
+                    )
+        self._initialize(set(block_of))
+        forget(self.model)  # without values it was only noted
 
     def tensor(self, name: str) -> Tensor:
         if name not in self._ready:
@@ -366,18 +428,23 @@ class _BlockByBlock:
             with _emptied_after(modules):
                 self.fill_block(block)
                 if modules & self.layers:
-                    only = {"where": lambda _, candidate: candidate in modules}
-                    self.reports.append(
-                        self.options.apply(self.model, include_frozen=True, overwrite=self.overwrite, **only)
-                    )
+                    self.reports.append(self._initialize(modules))
                 self._ready = {
                     each: value.detach() for each, value in _tensor_names(block).items() if not value.is_meta
                 }
         return self._ready[name]
 
+    def _initialize(self, modules: set[nn.Module]) -> InitReport:
+        return self.options.apply(
+            self.model,
+            where=lambda _, candidate: candidate in modules,
+            include_frozen=True,
+            overwrite=self.overwrite,
+        )
+
     def report(self) -> InitReport:
-        report = joined(self.reports)
-        return replace(report, scheme="conditioned", seed=self.options.seed, unknown=self.found.unknown)
+        scheme = self.reports[0].scheme if self.reports else self.options.scheme
+        return replace(joined(self.reports), scheme=scheme, seed=self.options.seed, unknown=self.found.unknown)
 
 
 def _tensor_names(block: Block) -> dict[str, Tensor]:
@@ -433,10 +500,11 @@ def _folder(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _beside_the_weights(out: Path, save: Callable[[Path], None]) -> Iterator[None]:
+def _beside_the_weights(out: Path, save: Callable[[Path], None], force: bool) -> Iterator[None]:
     """Write the files that go with the weights out of sight, and put them in place when what follows has succeeded.
 
-    So a disk that is full behind the weights leaves neither weights without a configuration nor half of one.
+    So a disk that is full behind the weights leaves neither weights without a configuration nor half of one. A file
+    that is there with other content is kept, and refused, without ``force``.
     """
     try:
         hidden = Path(tempfile.mkdtemp(prefix=".", suffix=".partial", dir=out))
@@ -447,6 +515,10 @@ def _beside_the_weights(out: Path, save: Callable[[Path], None]) -> Iterator[Non
             save(hidden)
         except OSError as error:
             raise CheckpointError(f"cannot write in {out}: {reason(error)}; nothing was changed") from error
+        for path in sorted(hidden.iterdir()) if not force else ():
+            there = out / path.name
+            if there.exists() and not (there.is_file() and filecmp.cmp(path, there, shallow=False)):
+                raise CheckpointError(f"{there} exists with other content; pass --force (force=True) to replace it")
         yield
         for path in sorted(hidden.iterdir()):
             os.replace(path, out / path.name)

@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import conditioned_kernels as ck
-from conditioned_kernels.monitor import Record
+from conditioned_kernels.monitor import JACOBIAN, Record
 
-from .sharded_checks import IDS, MODELS, placements, shard
+from .sharded_checks import IDS, MODELS, PLAN, placements, shard
 from .test_monitor import agrees, exact, place
 
 
@@ -89,7 +90,7 @@ def check_training_is_the_same(folder: Path) -> None:
         torch.manual_seed(0)  # for dropout; building the model draws, too
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        monitor = watch(model) if on else None
+        monitor = watch(model, activations_every=1, tokens=4) if on else None
         for _ in range(3):
             model(input_ids=IDS, labels=IDS).loss.backward()
             if monitor is not None:
@@ -98,6 +99,43 @@ def check_training_is_the_same(folder: Path) -> None:
             optimizer.zero_grad()
         ends.append([weight.to_local() for weight in model.parameters()])
     assert all(map(torch.equal, *ends))
+
+
+def check_jacobians(folder: Path) -> None:
+    """B23, F22: FSDP2 has a layer's weights whole in its forward, and so its Jacobian; tensor parallelism has not."""
+    build = MODELS["llama"]
+
+    def jacobians(model: nn.Module) -> list[Record]:
+        with watch(model, activations_every=1, tokens=4, spectra=0) as monitor:
+            model(input_ids=IDS, labels=IDS).loss.backward()
+            monitor.step()
+            return [record for record in monitor.flush() if record.projection == JACOBIAN]
+
+    expected = jacobians(build())
+    assert len(expected) == 12 and all(record.kappa > 1 for record in expected)
+    by_block, by_root, by_attention, split = (build() for _ in range(4))
+    for layer in by_block.model.layers:
+        fully_shard(layer)
+    for layer in by_attention.model.layers:
+        fully_shard(layer.self_attn)
+    for model in (by_block, by_root, by_attention):
+        fully_shard(model)
+        got = jacobians(model)
+        assert [place(record) for record in got] == [place(record) for record in expected]
+        for one, other in zip(got, expected, strict=True):
+            assert one.kappa == pytest.approx(other.kappa, rel=1e-6) and one.status == other.status
+            assert one.bound == pytest.approx(other.bound, rel=1e-6)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in split.model.layers:
+        parallelize_module(layer, mesh, PLAN)
+    refused = jacobians(split)
+    assert len(refused) == 2 and all(record.head == -1 for record in refused)
+    assert all("q_proj.weight is a DTensor in this call" in record.status for record in refused)
+    one_by_one = build()
+    for layer in one_by_one.model.layers:
+        fully_shard(layer.self_attn.q_proj)
+        fully_shard(layer)
+    assert all("is a DTensor in this call" in record.status for record in jacobians(one_by_one))
 
 
 def check_disagreement(folder: Path) -> None:
@@ -121,7 +159,26 @@ def check_pipeline(folder: Path) -> None:
             watch(model)
 
 
-CHECKS = [check_placements, check_fsdp2, check_training_is_the_same, check_disagreement, check_pipeline]
+def check_failure(folder: Path) -> None:
+    """C11: a rank whose training fails closes its monitor without waiting for the others."""
+    _, mesh, where = next(placements(dist.get_world_size()))
+    monitor = watch(shard(MODELS["llama"](), mesh, where))
+    if dist.get_rank() == 0:
+        with pytest.raises(ZeroDivisionError), monitor:
+            raise ZeroDivisionError
+        assert monitor.records and not any(record.spectrum and record.step for record in monitor.records)
+    dist.barrier()
+    monitor.close(failed=True)
+
+
+CHECKS = [
+    check_placements,
+    check_fsdp2,
+    check_training_is_the_same,
+    check_disagreement,
+    check_pipeline,
+    check_failure,
+]
 
 
 def run_checks(folder: Path) -> None:

@@ -21,7 +21,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import conditioned_kernels as ck
-from conditioned_kernels.initialize.apply import locate, measure_all, resolve
+from conditioned_kernels.initialize.measure import measure_all
+from conditioned_kernels.initialize.scope import Scope, locate
+from conditioned_kernels.initialize.target import resolve
 
 
 def llama(**more: int) -> nn.Module:
@@ -222,7 +224,7 @@ def check_same_figures(folder: Path) -> None:
     """F22: singular values of any sharded weights, NaN and zero heads included, are those of the whole weights."""
     for build in (llama, neox):
         reference = build()
-        targets = resolve(locate(reference, where=None, layouts=None, strict=True))
+        targets = resolve(locate(reference, Scope()))
         with torch.no_grad():
             targets[0].heads[0, 0, 0] = math.nan
             targets[1].heads[0] = 0
@@ -234,7 +236,7 @@ def check_same_figures(folder: Path) -> None:
             with torch.no_grad():
                 for name, weight in model.named_parameters():
                     weight.copy_(state[name])
-            found = resolve(locate(shard(model, mesh, where), where=None, layouts=None, strict=True))
+            found = resolve(locate(shard(model, mesh, where), Scope()))
             for ours, theirs in zip(measure_all(found, [math.nan] * len(found)), wanted, strict=True):
                 a, b = ours.estimate, theirs.estimate
                 assert torch.equal(a.nonfinite, b.nonfinite) and torch.equal(a.zero_matrix, b.zero_matrix), text
@@ -481,11 +483,11 @@ def lose_a_rank(folder: Path) -> None:
     """Rank 1 dies in the middle of its init."""
     import os
 
-    from conditioned_kernels.initialize import apply
+    from conditioned_kernels.initialize import writing
 
     model = shard(llama(), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
     if dist.get_rank() == 1:
-        apply._write = lambda *_: os._exit(7)  # type: ignore[assignment]
+        writing.write = lambda *_: os._exit(7)  # type: ignore[assignment]
     report = ck.conditioned_(model)  # the others need nobody for this
     assert report.touched
     (folder / f"initialized-{dist.get_rank()}").touch()

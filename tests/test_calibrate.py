@@ -11,8 +11,8 @@ from torch import nn
 
 import conditioned_kernels as ck
 from conditioned_kernels.heads.mechanics import attention_heads
-from conditioned_kernels.initialize.apply import MARK
 from conditioned_kernels.initialize.gain_search import best_gains, geometric_mean
+from conditioned_kernels.initialize.writing import MARK
 
 D, HEADS, TOKENS = 12, 3, 6
 
@@ -172,12 +172,17 @@ def test_a_failing_call_leaves_the_model_bit_identical(batch, call, fault, monke
         batch[0, 0, 0] = torch.nan
     given = {"batch": "no batch"}.get(fault, batch)
     if fault == "write":
-        import conditioned_kernels.initialize.calibrate as module
+        from conditioned_kernels.initialize import writing
 
-        def broken(writes, scheme):
-            raise OSError("disk of the future is full")
+        write, calls = writing.write, []
 
-        monkeypatch.setattr(module, "write_all", broken)
+        def broken(target, blocks):
+            calls.append(target.name)
+            write(target, blocks)
+            if len(calls) == (3 if call == "calibrate_gain" else 9):  # the first of the second layer's gains
+                raise OSError("disk of the future is full")
+
+        monkeypatch.setattr(writing, "write", broken)
     model.layers[0].eval()
     before, modes = state(model), [module.training for module in model.modules()]
     attributes = {name: dict(parameter.__dict__) for name, parameter in model.named_parameters()}
@@ -221,7 +226,7 @@ def test_a_layer_that_is_not_covered_is_named_and_nothing_is_written(batch):
 
 
 def test_sharded_weights_are_refused(batch, monkeypatch):
-    from conditioned_kernels.initialize.apply import Target
+    from conditioned_kernels.initialize.target import Target
 
     monkeypatch.setattr(Target, "piece", property(lambda target: "a part of it"))
     with pytest.raises(ValueError, match=r"layers\.0\.in_proj_weight is sharded"):

@@ -94,6 +94,54 @@ def test_one_tensor_in_two_shards_is_refused(tmp_path):
         Checkpoint(tmp_path)
 
 
+def shards_with_index(folder, weight_map=None):
+    for name in ("a", "b"):
+        save_file({name: torch.ones(2)}, folder / f"model-{name}.safetensors")
+    index = {
+        "weight_map": {"a": "model-a.safetensors", "b": "model-b.safetensors"} if weight_map is None else weight_map
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_a_folder_is_read_as_transformers_reads_it(tmp_path):
+    """The named files, and not an adapter, another format's copy or an optimizer that lies beside them."""
+    torch.save({"p": torch.ones(2)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    (tmp_path / "training_args.bin").write_bytes(pickle.dumps(Exploit(tmp_path / "owned")))
+    with Checkpoint(tmp_path) as checkpoint:
+        assert list(checkpoint.entries) == ["p"]
+    shards_with_index(tmp_path)
+    save_file({"lora": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
+    save_file({"b": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
+    for source in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        with Checkpoint(source) as checkpoint:
+            assert set(checkpoint.entries) == {"a", "b"} and torch.equal(checkpoint.tensor("b"), torch.ones(2))
+    save_file({"whole": torch.ones(2)}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        assert list(checkpoint.entries) == ["whole"]
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "says"),
+    [
+        ({"a": "model-a.safetensors", "b": "model-c.safetensors"}, r"names model-c\.safetensors, which is missing"),
+        ({"a": "../model-a.safetensors"}, "no shard beside it"),
+        ({"a": "/etc/passwd"}, "no shard beside it"),
+        ({"a": ["model-a.safetensors"]}, "no index of shards"),
+        ([1], "no index of shards"),
+    ],
+)
+def test_an_index_that_does_not_hold_is_refused(tmp_path, weight_map, says):
+    shards_with_index(tmp_path, weight_map)
+    with pytest.raises(CheckpointError, match=says):
+        Checkpoint(tmp_path)
+
+
+def test_a_cast_leaves_quantized_tensors_alone():
+    """B26: bytes of float8 are no weights without their scale, which is another tensor."""
+    assert Entry((2,), torch.float8_e4m3fn).cast(torch.bfloat16).dtype == torch.float8_e4m3fn
+    assert Entry((2,), torch.float32).cast(torch.bfloat16).dtype == torch.bfloat16
+
+
 class Exploit:
     """Runs a command when unpickled."""
 

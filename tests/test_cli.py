@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import conditioned_kernels as ck
@@ -213,6 +214,58 @@ def test_prefixes_added_by_wrappers_are_matched(run, tmp_path):
     assert run("verify", tmp_path / "a.safetensors", "--like", ENCODER)[0] == 0
 
 
+def test_a_file_with_two_models_is_refused(run, tmp_path):
+    """Such as a model and its average: one of them would be left as it is."""
+    state = build(ENCODER).state_dict()
+    both = {f"{kind}.{name}": value.clone() for kind in ("ema", "model") for name, value in state.items()}
+    save_file(both, tmp_path / "a.safetensors")
+    code, _, err = run("init", tmp_path / "a.safetensors", "--like", ENCODER, "--out", tmp_path / "b.safetensors")
+    assert code == 2 and "holds several models" in err and "'ema.'" in err and "'model.'" in err
+
+
+def written_model(folder, **more):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
+    transformers.BertModel(transformers.BertConfig(**sizes)).save_pretrained(folder, **more)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("there", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_init_keeps_every_file_of_a_folder_without_force(run, tmp_path, there):
+    """Not only the weights; with --force no index is left that would have programs load the older shards."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    written_model(source)
+    before = written_model(out, **({"max_shard_size": 2000} if "index" in there else {}))
+    if there == "config.json":
+        (out / "model.safetensors").unlink()
+        (out / there).write_text("{}")
+        before = {there: b"{}"}
+    code, _, err = run("init", source, "--out", out)
+    assert code == 2 and there in err and "--force" in err
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert run("init", source, "--out", out, "--force")[0] == 0
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert run("verify", out)[0] == 0
+
+
+@pytest.mark.parametrize("option", [["--attention-only"], ["--shard-size", "2KB"]])
+def test_init_does_not_eat_its_source(run, tmp_path, option):
+    before = written_model(tmp_path)
+    code, _, err = run("init", tmp_path, "--out", tmp_path, "--force", *option)
+    assert code == 2 and "is the source" in err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize(("named", "code"), [("Trainer", 0), (3, 0), ("AutoModel", 0), ("GPT2Model", 2)])
+def test_only_a_model_that_fits_is_taken_from_a_configuration(run, tmp_path, named, code):
+    """A configuration is data: a name in it must not have any other class of transformers called."""
+    written_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": [named]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    got, _, err = run("inspect", tmp_path)
+    assert got == code and ("GPT2Model" in err) == bool(code)
+
+
 def test_hostile_tensor_names_are_escaped(run, tmp_path):
     """Names come from files: no terminal escape and no HTML of theirs may act."""
     evil = "\x1b[2J<script>alert(1)</script>[red]"
@@ -358,3 +411,32 @@ def test_demo_training_is_reproducible_and_learns():
     assert first.curve == second.curve
     assert first.final < first.curve[0][1] - 0.5
     assert first.steps_to(first.final) == 8 and first.steps_to(0.0) is None
+
+
+def test_a_layers_name_stays_on_one_line_in_80_columns(monkeypatch):
+    entry = sources.measure_source(ENCODER)[0][0]
+    named = type(entry)(**{**entry.__dict__, "layer": "transformer.h.11.attn"})
+    monkeypatch.setattr(cli, "out", Console(width=80))
+    with cli.out.capture() as captured:
+        cli._table(cli.reports.layer_table([named]))
+    assert "transformer.h.11.attn" in captured.get()
+
+
+def test_streams_that_cannot_show_everything_or_are_closed():
+    """An ASCII terminal gets escapes, and a closed standard output, as of a service, is no error."""
+    code = """
+import importlib, sys
+from conditioned_kernels import cli
+cli.app = lambda **options: cli.out.print("R\u00b2 Q\u1d40")
+try:
+    cli.main()
+except SystemExit as stopped:
+    assert stopped.code == 0
+sys.stdout = None
+importlib.reload(cli)
+sys.argv[1:] = ["version"]
+cli.main()
+"""
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "R\\xb2 Q\\u1d40"), done.stderr

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import conditioned_kernels as ck
-from conditioned_kernels.initialize import apply
+from conditioned_kernels.initialize import apply, writing
 
 from . import tolerances
 from .matrices import svd
@@ -618,9 +618,9 @@ class Injected(Exception):
         ((CONDITIONED, "semi_orthogonal"), 3),
         ((CONDITIONED, "identity_heads"), 2),
         ((apply, "measure"), 5),
-        ((apply, "_write"), 1),
-        ((apply, "_write"), 5),
-        ((apply, "_write"), 9),
+        ((writing, "write"), 1),
+        ((writing, "write"), 5),
+        ((writing, "write"), 9),
     ],
     ids=["sampling", "identity", "measuring", "first write", "middle write", "last write"],
 )
@@ -637,7 +637,7 @@ def test_a_failure_leaves_the_model_bit_identical(
         nonlocal calls
         calls += 1
         if calls == call:
-            if place[1] == "_write":
+            if place[1] == "write":
                 target, [(_, heads)] = args
                 target.heads[: HEADS // 2].copy_(heads[: HEADS // 2])  # half written when it happens
             raise error
@@ -648,7 +648,7 @@ def test_a_failure_leaves_the_model_bit_identical(
         ck.conditioned_(model)
     assert calls >= call
     assert same(model, before)
-    assert not any(hasattr(p, apply.MARK) for p in model.parameters())
+    assert not any(hasattr(p, writing.MARK) for p in model.parameters())
     monkeypatch.undo()
     assert ck.verify(model, ck.conditioned_(model))
 
@@ -759,6 +759,19 @@ def test_verify_fails_on_broken_weights(value: float) -> None:
         model.in_proj_weight[:8] = value
     for gain in ("unit", "any"):
         assert any("(q): head 0" in failure for failure in ck.verify(model, gain=gain).failures)
+
+
+@pytest.mark.parametrize(("made", "now"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
+def test_verify_asks_no_more_than_the_dtype_that_the_weights_were_made_in(made: torch.dtype, now: torch.dtype) -> None:
+    """Cast up after the call, as master weights are; a head that is off by more still fails."""
+    model = nn.TransformerEncoderLayer(64, 4, 8, batch_first=True).to(made)
+    report = ck.conditioned_(model, gain=0.3)
+    model.to(now)
+    assert ck.verify(model, report).ok
+    assert not ck.verify(model, gain=0.3).ok, "without the report its dtype is not known"
+    with torch.no_grad():
+        model.self_attn.in_proj_weight[:16] *= 1 + 2 * (torch.finfo(made).eps if made == torch.bfloat16 else 1e-5)
+    assert len(ck.verify(model, report).failures) == 1
 
 
 def test_verify_refuses_the_report_of_another_model() -> None:

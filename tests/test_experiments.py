@@ -20,7 +20,7 @@ pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
 pytest.importorskip("timm", reason="the ViT is timm's")
 pytest.importorskip("transformers", reason="the language models are transformers'")
 
-from benchmarks.experiments import docstrings, generated, report, statistics
+from benchmarks.experiments import baselines, docstrings, generated, report, statistics
 from benchmarks.experiments.models import MODELS
 from benchmarks.experiments.run import finals, finished
 from benchmarks.experiments.schemes import SCHEMES, initialize
@@ -71,8 +71,8 @@ def test_a_killed_run_continues_and_the_report_reads_it(tmp_path):
 
     summary = summarize("smoke", SMOKE, done)
     assert [row.scheme for row in summary.rows] == ["default", "conditioned"]
-    text = report.full_text([summary])
-    assert "conditioned, block" in text and "smoke.png" in text
+    text = report.full_text([summary], {"digits": {"nothing": 0.1}})
+    assert "conditioned, block" in text and "smoke.png" in text and "10.0 % from nothing" in text
     assert report.draw(summary, tmp_path / "smoke.png") == "smoke.png"
     assert (tmp_path / "smoke.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -176,18 +176,35 @@ def test_paired_interval_against_scipy():
     error = stats.sem(first)
     assert (single.low, single.high) == pytest.approx(stats.t.interval(0.95, 6, first.mean(), error), rel=1e-12)
     assert statistics.paired({0: 1.0}, {1: 1.0}) is None
-    assert statistics.interval([0.5]).verdict(higher_is_better=True) == "no difference shown"
+    assert ours.p == pytest.approx(stats.ttest_rel(first, second).pvalue, rel=1e-9)
+    assert statistics.interval([0.5]).p == 1.0
+    assert statistics.interval([0.5, 0.5, 0.5]).p == 0.0
 
 
-def test_the_verdict_excludes_zero_and_knows_the_direction():
-    up, unsure = statistics.Interval(0.2, 0.1, 5), statistics.Interval(0.2, 0.3, 5)
-    down = statistics.Interval(-0.2, 0.1, 5)
-    assert [each.verdict(higher_is_better=True) for each in (up, down, unsure)] == [
-        "better",
-        "worse",
-        "no difference shown",
-    ]
-    assert [each.verdict(higher_is_better=False) for each in (up, down)] == ["worse", "better"]
+def test_holms_correction_against_its_definition():
+    source = np.random.default_rng(1)
+    for _ in range(20):
+        p = list(source.uniform(0, 0.2, 6))
+        adjusted = statistics.holm(p)
+        for i in range(6):
+            # The largest, over the hypotheses at least as significant, of p times the number not more significant.
+            earlier = [q * sum(other >= q for other in p) for q in p if q <= p[i]]
+            assert adjusted[i] == pytest.approx(min(1.0, max(earlier)), rel=1e-12)
+    assert statistics.holm([]) == []
+
+
+def test_the_verdict_is_of_a_family_and_knows_the_direction():
+    def words(*values, higher=True):
+        family = {i: statistics.interval([value - 0.1, value, value + 0.1]) for i, value in enumerate(values)}
+        return list(statistics.verdicts(family, higher_is_better=higher).values())
+
+    assert words(1.0) == ["better"]
+    assert words(-1.0) == ["worse"]
+    assert words(-1.0, higher=False) == ["better"]
+    assert words(0.1) == ["no difference shown"]
+    assert words(0.3) == ["better"]  # p = .035
+    assert words(0.3, 0.0) == ["perhaps better", "no difference shown"]
+    assert words(-0.3, 10.0) == ["worse", "better"]  # the second is out of the way before the first is judged
 
 
 def test_steps_to_the_defaults_metric():
@@ -199,7 +216,8 @@ def test_steps_to_the_defaults_metric():
 
 def record(cell, final, jacobian=()):
     """A finished run with a curve that rises to ``final`` linearly."""
-    curve = [[step, final * step / cell.steps, 2.0 - final * step / cell.steps] for step in (25, 50, 75, 100)]
+    end = final or 0.0
+    curve = [[step, end * step / cell.steps, 2.0 - end * step / cell.steps] for step in (25, 50, 75, 100)]
     kappa = {role: {"median": 2.0, "max": 3.0, "sigma_max": 1.0} for role in "qkv"}
     return cell.record() | {
         "config": repr(cell),
@@ -207,7 +225,7 @@ def record(cell, final, jacobian=()):
         "curve": curve,
         "jacobian": list(jacobian),
         "kappa": {"start": kappa, "end": kappa},
-        "diverged": False,
+        "diverged": final is None,
         "processor_seconds": 1.0,
     }
 
@@ -244,10 +262,12 @@ def test_the_best_rate_is_the_sweeps_and_the_summary_pairs_by_seed():
     # (0.8 + noise) * 75 / 100 is 0.6 + noise where the noise is not positive, at two of the four seeds.
     assert conditioned.steps == (75, 100, 75, 100)
     assert conditioned.median_step == 87.5
+    assert np.exp(conditioned.ratio.mean) == pytest.approx(0.75**0.5)  # the default's own steps are 100 each
+    assert conditioned.ratio.number == 4
     assert default.median_step == 100
-    assert summary.verdict("conditioned") == "better"
+    assert summary.verdicts == {"conditioned": "better", "qk": "no difference shown"}
     assert summary.recommended().scheme == "conditioned"
-    text = report.full_text([summary])
+    text = report.full_text([summary], {})
     assert "+20.0 ± 0.0, better" in text
 
 
@@ -262,15 +282,84 @@ def test_the_words_follow_from_the_numbers(tmp_path, monkeypatch, gain, word):
     for cell in suite.pending(schemes, {}):
         final = 0.5 + noise[cell.scheme][cell.seed] + (gain if cell.scheme == "conditioned" else 0.0)
         store.append(record(cell, final) | {"config": cell.config(ON)})
-    name = "ViT on digits 8x8 (100 steps)"
+    name = "ViT on digits (100 steps)"
     assert f"it is {word} {name}. [" in report.verdict_text(tmp_path)
     text = report.readme_text(tmp_path)
     assert f"ahead of the default on every task. Here it is {word} {name}." in text
-    assert f"mimetic initialization on every task. Here it is {word} {name}." in text
-    taken = "`conditioned_(model)`" if gain > 0 else "| the model's own |"
+    assert f"mimetic initialization on every task. Here, one comparison a suite, it is {word} {name}." in text
+    taken = "`conditioned_(model)`" if gain > 0 else f"| {name} | the model's own; not shown to differ from it: "
     assert taken in text
-    assert ("Where it is better here" in text) == (gain > 0)
+    assert (f"(geometric mean, interval over seeds): not with every seed on {name}." in text) == (gain <= 0)
+    assert "says little about attention" not in text
+    (tmp_path / "baselines.json").write_text(json.dumps({"digits": {"nothing": 0.1, "a feature": 0.505}}))
+    untaught = f"little about attention: {name} (better with 2 of 3 seeds: 51.0 ± 2.5 % against 50.5 % from a feature)."
+    assert untaught in report.readme_text(tmp_path)
     assert "One learning rate only: " + name in text
+
+
+def test_a_rate_at_the_end_of_those_tried_is_followed_by_the_next():
+    suite = Suite("digits", "vit-smoke", ("default", "qk"), (1e-3, 2e-3), 100, 8, every=25, sweep=2, seeds=3, extend=2)
+    best = {"default": 4e-3, "qk": 5e-4}
+    done = {}
+    while queue := suite.pending(suite.schemes, finals(done)):
+        for cell in queue:
+            distance = abs(np.log2(cell.rate / best[cell.scheme]))
+            result = record(cell, 0.9 - 0.1 * distance + 0.01 * cell.seed)
+            done[replace(cell, trace=False)] = done[cell] = result
+    summary = summarize("made up", suite, done)
+    default, qk = summary.rows
+    assert (default.rate, list(default.tried)) == (4e-3, [1e-3, 2e-3, 4e-3, 8e-3])
+    assert (qk.rate, list(qk.tried)) == (5e-4, [2.5e-4, 5e-4, 1e-3, 2e-3])
+    assert list(qk.tried.values()) == pytest.approx([0.805, 0.905, 0.805, 0.705])
+    assert "| **90.5 %** | 80.5 % | 70.5 % |  |  |" in report.full_text([summary], {})
+    assert not default.at_the_end and not qk.at_the_end
+    assert len(default.values) == len(qk.values) == 3
+    once = replace(suite, extend=1)
+    assert once.wanted_rates("default", finals(done)) == (1e-3, 2e-3, 4e-3)
+    assert once.best_rate("default", finals(done)) == 4e-3
+    unfinished = {cell: value for cell, value in finals(done).items() if cell.rate != 4e-3 or cell.seed == 0}
+    assert list(suite.tried("default", unfinished)) == [1e-3, 2e-3]
+    assert suite.best_rate("default", unfinished) == 2e-3
+
+
+def test_a_scheme_with_fewer_seeds_is_reported_with_those_it_has():
+    suite = Suite("digits", "vit-smoke", ("default", "qk"), (1e-3,), 100, 8, every=25, sweep=2, seeds=4)
+    done = {
+        cell: record(cell, 0.5 + 0.01 * cell.seed + (0.1 if cell.scheme == "qk" else 0.0))
+        for cell in (suite.cell(scheme, 1e-3, seed) for scheme in suite.schemes for seed in range(4))
+        if cell.scheme == "default" or cell.seed < 3
+    }
+    default, qk = summarize("made up", suite, done).rows
+    assert (len(default.values), len(qk.values), qk.best.number, len(qk.steps)) == (4, 3, 3, 3)
+    assert summarize("made up", suite, {cell: each for cell, each in done.items() if cell.seed == 0}) is None
+
+
+def test_a_scheme_that_diverges_everywhere_is_reported_so():
+    suite = Suite("digits", "vit-smoke", ("default", "qk"), (1e-3,), 100, 8, every=25, sweep=2, seeds=2)
+    done = {cell: record(cell, 0.5) for cell in suite.pending(["default"], {})}
+    done |= {cell: record(cell, None) for cell in suite.pending(["qk"], {})}
+    done |= {replace(cell, trace=False): each for cell, each in done.items()}
+    summary = summarize("made up", suite, done)
+    assert (summary.row("qk").diverged, summary.row("qk").best, summary.recommended().scheme) == (2, None, "default")
+    assert "none, 2 diverged" in report.full_text([summary], {})
+
+
+def test_tables_of_frequencies_against_counting():
+    task = TASKS["retrieval"]
+    found = {words: baselines.table(task, feature) for words, feature in baselines.FEATURES["retrieval"].items()}
+    data = task.data(0)
+    right = 0.0
+    for row, targets in zip(data.inputs.tolist(), data.targets.tolist(), strict=True):
+        values = [token % 4 for token in row if token < 16]
+        right += max(values.count(value) for value in range(4)) / 4
+        assert sorted(target for target in targets if target != IGNORED) == sorted(values)
+    # Any most frequent value is as good as another, so ties are all that differs.
+    assert list(found.values()) == [pytest.approx(right / len(data.inputs), abs=1e-9)]
+
+    digits = TASKS["digits"].data(0)
+    nothing = baselines.table(TASKS["digits"], lambda inputs, targets: torch.zeros_like(targets))
+    shares = digits.targets.bincount() / len(digits.targets)
+    assert nothing in shares.tolist() or nothing == pytest.approx(float(shares.max()), abs=0.05)
 
 
 def test_a_diverged_rate_is_never_the_best_and_is_counted():

@@ -16,7 +16,8 @@ import conditioned_kernels as ck
 from conditioned_kernels.heads import FAMILIES, Discovery, Projection
 from conditioned_kernels.heads.layout import LATENT, HeadView, attribute
 from conditioned_kernels.heads.probe import probe_layers
-from conditioned_kernels.initialize.apply import resolve, sigma_tolerance
+from conditioned_kernels.initialize.measure import sigma_tolerance
+from conditioned_kernels.initialize.target import resolve
 
 from .models import CASES, Case
 

@@ -6,9 +6,11 @@ import dataclasses
 import io
 import json
 import math
+import struct
 import sysconfig
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ RECORDS = [
     Record(0, "encoder.0", "k.rope", 0, status="non_finite"),
     Record(1, "", JACOBIAN, 2, 3, 120.5, 120.0, 121.0, status="converged", bound=5e4, theorem=True, kappa_x=3.25),
     Record(1, 'odd, "name"\x1b[31m', JACOBIAN, -1, status="no attention Jacobian: a, b"),
+    Record(2, "line\u2028and\rline\x85", JACOBIAN, -1, status='an error in\ntwo lines, "quoted"'),
+    Record(2, "=1+1", "v", 0, status="non_finite", spectrum=(math.nan, math.inf)),
     Record(2, "encoder.0", "q", 0, kappa=2.0, sigma_max=1.0, sigma_min=0.5, spectrum=(1.0, 1 / 3, 0.5)),
 ]
 
@@ -89,21 +93,44 @@ def test_files_give_back_every_bit(suffix: str, tmp_path: Path) -> None:
 def test_a_folder_of_files_is_one_run(tmp_path: Path) -> None:
     for number, suffix in enumerate(SINKS):
         sink = SINKS[suffix](tmp_path / f"part{number}{suffix}")
-        sink.write(RECORDS[2 * number : 2 * number + 2])
+        sink.write(RECORDS[3 * number : 3 * number + 3])
         sink.close()
     (tmp_path / "notes.txt").write_text("no records")
     assert same(read_records(tmp_path), RECORDS)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
-def test_a_file_cut_short_by_a_kill_keeps_its_whole_lines(suffix: str, tmp_path: Path) -> None:
+def test_a_file_cut_short_by_a_kill_keeps_its_whole_lines_and_is_continued(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"run{suffix}"
     sink = SINKS[suffix](path)
     sink.write(RECORDS)
     sink.close()
     whole = path.read_bytes()
-    path.write_bytes(whole[:-9])
-    assert same(read_records(path), RECORDS[:-1])
+    for cut in range(0, len(whole), 7):
+        path.write_bytes(whole[:cut])
+        kept = read_records(path)
+        assert same(kept, RECORDS[: len(kept)])
+        if cut % 4 == 0:
+            SINKS[suffix](path, exist="append").write(RECORDS[-1:])
+            assert same(read_records(path), [*kept, RECORDS[-1]])
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_text_files_go_on_after_close_and_when_moved_away(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"run{suffix}"
+    sink = SINKS[suffix](path)
+    sink.write(RECORDS[:1])
+    sink.close()
+    sink.write(RECORDS[1:2])
+    assert same(read_records(path), RECORDS[:2])
+    path.rename(tmp_path / f"old{suffix}")
+    sink.write(RECORDS[2:3])
+    assert same(read_records(path), RECORDS[2:3])
+    notes = tmp_path / f"notes{suffix}"
+    notes.write_text("mine")
+    with pytest.raises(ValueError, match="does not begin with"):
+        SINKS[suffix](notes, exist="append")
+    assert notes.read_text() == "mine"
 
 
 def test_what_is_no_run_is_refused_by_name(tmp_path: Path) -> None:
@@ -140,7 +167,7 @@ def test_f19_summaries_are_finite_and_count() -> None:
         "log10_kappa_max/jacobian": math.log10(120.5),
         "log10_kappa_median/jacobian": math.log10(120.5),
         "log10_bound_max/jacobian": math.log10(5e4),
-        "nonfinite_heads": 0.0,
+        "nonfinite_jacobians": 0.0,
     }
     assert set(rows) == {0, 1}
 
@@ -193,6 +220,55 @@ def test_wandb_run_interface() -> None:
     assert all(math.isfinite(value) for row in run.rows for value in row.values())
 
 
+def wandb_log(path: Path) -> Iterator[Any]:
+    """The records of a run's file: blocks of 32 KiB after 7 bytes, of pieces under (checksum, length, kind)."""
+    from wandb.proto.wandb_internal_pb2 import Record as Logged
+
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 0 < (left := -at % 32768) < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last piece
+            yield Logged.FromString(whole)
+            whole = b""
+
+
+def test_wandb_itself_offline_read_back(tmp_path: Path) -> None:
+    """Beside the training's own rows, whose step only goes up while the monitor's records come later."""
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    from conditioned_kernels.integrations.wandb import WandbSink
+
+    run = wandb.init(mode="offline", project="test", dir=str(tmp_path), settings=wandb.Settings(silent=True))
+    sink = WandbSink()
+    run.log({"loss": 1.0})
+    sink.write(RECORDS[:3])
+    run.log({"loss": 0.5})
+    sink.write(RECORDS[3:])
+    sink.close()
+    run.finish()
+    wandb.teardown()  # waits until the file is written
+    [path] = tmp_path.rglob("*.wandb")
+    rows, axes = [], {}
+    for logged in wandb_log(path):
+        if logged.WhichOneof("record_type") == "history":
+            row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in logged.history.item}
+            rows.append({key: value for key, value in row.items() if not key.startswith("_")})
+        elif logged.WhichOneof("record_type") == "metric":
+            axes[logged.metric.name or logged.metric.glob_name] = logged.metric.step_metric
+    assert axes == {"conditioning/step": "", "conditioning/*": "conditioning/step"}
+    (_, first), (_, second) = summarize(RECORDS)
+    assert rows == [
+        {"loss": 1.0},
+        {"conditioning/step": 0} | {f"conditioning/{tag}": value for tag, value in first.items()},
+        {"loss": 0.5},
+        {"conditioning/step": 1} | {f"conditioning/{tag}": value for tag, value in second.items()},
+    ]
+
+
 def test_live_view() -> None:
     pytest.importorskip("rich", reason="rich is not installed")
     from rich.console import Console
@@ -226,7 +302,7 @@ def rows(*kappas: float, sigma_min: Sequence[float] = ()) -> list[Record]:
     ("make", "records", "steps", "words"),
     [
         (lambda to: KappaAbove(10, callback=to), rows(5, 11, 12, 9, 20, math.nan, 3, math.inf), [2, 8, 14], "above 10"),
-        (lambda to: KappaGrowth(1.5, callback=to), rows(2, 4, 10, 10, 40, 41, math.inf, 2), [4, 8, 12], "per step"),
+        (lambda to: KappaGrowth(1.5, callback=to), rows(2, 4, 10, 10, 40, 41, math.inf, 2), [4, 8, 12], "kappa went"),
         (
             lambda to: SigmaCollapse(0.1, callback=to),
             rows(*[2.0] * 6, sigma_min=[1.0, 0.2, 0.09, 0.05, 0.5, 0.01]),
@@ -302,7 +378,7 @@ def library_text() -> bytes:
 
 
 def test_hugging_face_trainer(tmp_path: Path) -> None:
-    """A small GPT-2 on the standard library's sources, with accumulated gradients, twice: resumed where it stopped."""
+    """A small GPT-2 on the standard library's sources, with accumulated gradients, with the monitor and without."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("accelerate", reason="accelerate, which Trainer needs, is not installed")
     from conditioned_kernels.integrations.transformers import ConditioningCallback
@@ -348,6 +424,37 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
     seen = {(record.step, record.head) for record in sink.records if record.projection == JACOBIAN}
     assert seen == {(step, head) for step in (0, 5, 10) for head in (0, 1)}
     assert sink.closed == 1 and callback.monitor is not None and not callback.monitor.silent
+
+
+def test_a_trainer_that_fails_and_then_trains_again(tmp_path: Path) -> None:
+    """Trainer tells its callbacks of no error: the next run closes the failed one's monitor, and the file has both."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate, which Trainer needs, is not installed")
+    from conditioned_kernels.integrations.transformers import ConditioningCallback
+
+    class Fail(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                raise ZeroDivisionError
+
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    data = [{"input_ids": each, "labels": each} for each in torch.randint(32, (24, 8))]
+    callback = ConditioningCallback(sinks=[JsonlSink(tmp_path / "run.jsonl")], activations_every=1)
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback, Fail()])
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert any(module._forward_pre_hooks for module in model.modules())
+    trainer.remove_callback(Fail)
+    trainer.train()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    steps = [each.step for each in read_records(tmp_path / "run.jsonl") if each.projection == "q" and not each.spectrum]
+    assert Counter(steps) == {0: 4, 1: 4, 2: 4, 3: 2}
 
 
 def test_lightning_trainer_with_tensorboard(tmp_path: Path) -> None:

@@ -62,7 +62,10 @@ def mechanic(name: str, tokens: int, d: int) -> dict[str, Any]:
         "softcap": {"softcap": 0.7},
         "rope": {"rope": rotary(tokens, d, False), "mask": distance >= 0},
         "partial rope in pairs": {"rope": rotary(tokens, d // 2, True)},
-        "rms norm": {"norm_q": HeadNorm("rms", randn(d, seed=9), eps=1e-3), "norm_k": HeadNorm("rms", eps=1e-3)},
+        "rms norm": {
+            "norm_q": HeadNorm("rms", randn(d, seed=9), eps=1e-3),
+            "norm_k": HeadNorm("rms", None, randn(d, seed=10), 1e-3),
+        },
         "layer norm, rope": {
             "norm_q": HeadNorm("layer", randn(d, seed=9), randn(d, seed=10), 1e-5),
             "norm_k": HeadNorm("layer", randn(d, seed=11), None, 1e-5),
@@ -77,6 +80,28 @@ def mechanic(name: str, tokens: int, d: int) -> dict[str, Any]:
         },
         "memory": {"memory": randn(tokens + 3, FEATURES, seed=12)},
         "values": {"memory": randn(tokens + 3, FEATURES, seed=12), "values": randn(tokens + 3, FEATURES, seed=13)},
+        "sink": {"sink": torch.tensor(0.5).double(), "mask": distance >= 0, "b_v": randn(d, seed=8)},
+        "shared keys": {
+            "memory": randn(tokens, FEATURES, seed=12),
+            "shared_keys": randn(tokens, 2, seed=13),
+            "rope": rotary(tokens, 2, True),
+            "mask": distance >= 0,
+        },
+        "norm over heads": {
+            "norm_q": HeadNorm("rms", randn(d, seed=9), None, 1e-3, randn(tokens, seed=10).square() * 2 * d, 3 * d),
+            "norm_k": HeadNorm("rms", None, None, 1e-3, randn(tokens, seed=11).square() * d, 2 * d),
+        },
+        "channels": {
+            "channels": True,
+            "scale": 1 / tokens,
+            **{name: randn(d, seed=i) for i, name in enumerate(("b_q", "b_k", "b_v"), 6)},
+        },
+        "channels, l2 norm": {
+            "channels": True,
+            "norm_q": HeadNorm("l2", eps=1e-24),
+            "norm_k": HeadNorm("l2", eps=1e-24),
+            "scale": 1.5,
+        },
     }[name]
 
 
@@ -96,12 +121,19 @@ MECHANICS = (
     "rope, l2 norm",
     "memory",
     "values",
+    "sink",
+    "shared keys",
+    "norm over heads",
+    "channels",
+    "channels, l2 norm",
 )
 
 
 def problem(name: str, tokens: int, d: int, *, size: float = 1.0, features: int = FEATURES) -> AttentionHeads:
-    weights = [size * randn(d, features, seed=i) / math.sqrt(features) for i in (1, 2, 3)]
-    return AttentionHeads(randn(tokens, features, seed=4), *weights, **mechanic(name, tokens, d))
+    given = mechanic(name, tokens, d)
+    rows = (d + given["shared_keys"].shape[-1] if "shared_keys" in given else d, d, d)
+    weights = [size * randn(n, features, seed=i) / math.sqrt(features) for i, n in enumerate(rows, 1)]
+    return AttentionHeads(randn(tokens, features, seed=4), *weights, **given)
 
 
 def attend(heads: AttentionHeads, w_q: Tensor, w_k: Tensor, w_v: Tensor) -> Tensor:
@@ -113,7 +145,9 @@ def attend(heads: AttentionHeads, w_q: Tensor, w_k: Tensor, w_v: Tensor) -> Tens
         out = tokens @ weight.T
         if bias is not None:
             out = out + bias
-        steps = [lambda y: normed(norm, y), turned]
+        if heads.channels:
+            out = out.T
+        steps = [lambda y: normed(norm, y), turned if tokens is heads.x or heads.shared_keys is None else lambda y: y]
         for step in steps if heads.norm_first else steps[::-1]:
             out = step(out)
         return out
@@ -124,9 +158,14 @@ def attend(heads: AttentionHeads, w_q: Tensor, w_k: Tensor, w_v: Tensor) -> Tens
         if norm.kind == "layer":
             y = torch.nn.functional.layer_norm(y, y.shape[-1:], norm.gain, norm.bias, norm.eps)
             return y
-        square = y.square().sum(-1, keepdim=True) if norm.kind == "l2" else y.square().mean(-1, keepdim=True)
+        square = y.square().sum(-1, keepdim=True)
+        if norm.others is not None:
+            square = (square + norm.others[:, None]) / norm.over
+        elif norm.kind == "rms":
+            square = square / y.shape[-1]
         y = y / torch.sqrt(square + norm.eps)
-        return y if norm.gain is None else y * norm.gain
+        y = y if norm.gain is None else y * norm.gain
+        return y if norm.bias is None else y + norm.bias
 
     def turned(y: Tensor) -> Tensor:
         if heads.rope is None:
@@ -148,13 +187,21 @@ def attend(heads: AttentionHeads, w_q: Tensor, w_k: Tensor, w_v: Tensor) -> Tens
 
     q, k = side(heads.x, w_q, heads.b_q, heads.norm_q), side(memory, w_k, heads.b_k, heads.norm_k)
     v = values @ w_v.T if heads.b_v is None else values @ w_v.T + heads.b_v
-    logits = q @ k.T * (q.shape[-1] ** -0.5 if heads.scale is None else heads.scale)
+    if heads.channels:
+        v = v.T
+    if heads.shared_keys is not None:
+        k = torch.cat((heads.shared_keys, k), -1)
+    logits = q @ k.T * (w_q.shape[0] ** -0.5 if heads.scale is None else heads.scale)
     if heads.softcap is not None:
         logits = heads.softcap * torch.tanh(logits / heads.softcap)
     if heads.mask is not None:
         boolean = heads.mask.dtype == torch.bool
         logits = logits.masked_fill(~heads.mask, -torch.inf) if boolean else logits + heads.mask
-    return logits.softmax(-1) @ v
+    if heads.sink is not None:
+        p = torch.cat((logits, heads.sink.expand(len(logits), 1)), -1).softmax(-1)[:, :-1]
+    else:
+        p = logits.softmax(-1)
+    return (p @ v).T if heads.channels else p @ v
 
 
 def jacobian(heads: AttentionHeads) -> Tensor:
@@ -172,6 +219,7 @@ SIZES = [(name, n, 4) for name in MECHANICS for n in (1, 2, 7, 16, 33)] + [
     (name, n, 16) for name in ("plain", "causal", "rope", "layer norm, rope", "softcap") for n in (1, 2, 7, 16)
 ]
 LARGE = [(name, 33, 16) for name in ("plain", "causal", "rope")]
+LARGE += [("sink", 7, 16), ("sink", 16, 16), ("channels, l2 norm", 16, 16)]
 
 
 @pytest.mark.parametrize(("name", "tokens", "d"), SIZES + LARGE)
@@ -364,6 +412,33 @@ def test_more_outputs_than_independent_parameters_is_rank_deficient():
     assert lanczos.status != Status.CONVERGED
 
 
+@pytest.mark.parametrize("seed", [7, 44, 117])
+def test_the_vector_of_the_smallest_value_has_nothing_left_of_the_largest(seed: int):
+    """F06: its quotient was 1e-6 off, at kappa 3e3, by what it had of eigenvectors whose values are 1e8 times as large."""
+    heads = replace(
+        problem("biases", 24, 8),
+        softcap=3.0,
+        sink=torch.zeros((), dtype=torch.float64),
+        norm_q=HeadNorm("layer", randn(8, seed=200 + seed), None, 1e-2),
+        x=randn(24, FEATURES, seed=100 + seed),
+        b_k=randn(8, seed=300 + seed),
+    )
+    assert float(ck.jacobian_condition(heads, method="exact").kappa) == pytest.approx(exact_kappa(heads), rel=1e-8)
+
+
+@pytest.mark.parametrize("value_dim", [7, 13])
+def test_more_outputs_than_parameters_may_have_full_rank(value_dim: int):
+    """J J^T then has null vectors whatever J is, and says nothing about sigma_min(J)."""
+    weights = (randn(n, 3, seed=i) for i, n in ((1, 1), (2, 1), (3, value_dim)))
+    heads = AttentionHeads(randn(12, 3), *weights, b_q=randn(1, seed=4), b_k=randn(1, seed=5))
+    assert heads.rows > heads.cols and (heads.spread < value_dim) == (value_dim == 13)
+    kappa = exact_kappa(heads)
+    assert float(ck.jacobian_condition(heads).kappa) == pytest.approx(kappa, rel=1e-8)
+    lanczos = ck.jacobian_condition(heads, method="lanczos")
+    assert float(lanczos.low) <= kappa * (1 + 1e-9) and lanczos.high == math.inf
+    assert lanczos.status == Status.TOLERANCE_NOT_MET and float(lanczos.kappa) == pytest.approx(kappa, rel=0.1)
+
+
 def test_the_bound_can_lie_below_kappa():
     """Theorem 3.1 supposes full rank; where J loses it, kappa(J) is infinite and every factor of B(J) is finite."""
     heads = problem("plain", 12, 3, features=4)
@@ -385,10 +460,97 @@ def test_a_query_without_keys_has_output_zero():
     torch.testing.assert_close(attention_output(additive), attention_output(heads))
 
 
+# --- extremes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"w_q": 0.0},
+        {"w_v": 0.0},
+        {"w_k": 0.0},
+        {"w_q": 0.0, "w_k": 0.0, "w_v": 0.0},
+        {"w_q": 10.0, "w_k": 10.0},
+        {"w_q": 1e150},
+        {"w_q": 1e-300},
+        {"w_v": 1e-300},
+        {"softcap": 1e-2},
+        {"softcap": 1e-8},
+        {"softcap": 1e300},
+        {"scale": 1e-300},
+        {"scale": -1.0},
+        {"scale": 0.0},
+    ],
+    ids=str,
+)
+def test_saturated_zero_and_tiny_heads_have_the_kappa_of_autograd(change: dict[str, float]):
+    """F06, A18: a value within its bracket, or rank deficient; never a number in between."""
+    heads = problem("plain", 7, 4)
+    weights = {name: factor * getattr(heads, name) for name, factor in change.items() if name.startswith("w_")}
+    heads = replace(heads, **(change | weights))
+    values = torch.linalg.svdvals(jacobian(heads))
+    noise = max(heads.rows, heads.cols) * 2.3e-16
+    for method in ("exact", "lanczos"):
+        got = ck.jacobian_condition(heads, method=method)
+        if values[-1] <= noise * values[0]:
+            assert got.high == math.inf and got.status != Status.CONVERGED
+            assert got.status == Status.RANK_DEFICIENT or method == "lanczos"
+        else:
+            kappa = float(values[0] / values[-1])
+            assert float(got.low) <= kappa * (1 + 1e-9) and kappa * (1 - 1e-9) <= float(got.high)
+            assert method == "lanczos" or abs(float(got.kappa) / kappa - 1) < 1e-8 * max(1, kappa / 1e5)
+
+
+def test_what_overflows_is_one_head_without_a_number():
+    """A19: squares beyond float64 make LAPACK fail for the whole batch; a head of them is set apart."""
+    heads = problem("plain", 7, 4)
+    for name, factor in (("w_v", 1e160), ("w_v", 1e300), ("x", 1e200)):
+        part = getattr(heads, name)
+        whole = replace(heads, **{name: torch.stack((part, factor * part, part))})
+        for method in ("exact", "lanczos"):
+            got = ck.jacobian_condition(whole, method=method)
+            assert got.kappa.isnan().tolist() == [False, True, False], (name, factor)
+            assert int(got.status[1]) == Status.NON_FINITE
+            torch.testing.assert_close(got.kappa[::2], ck.jacobian_condition(heads, method=method).kappa.expand(2))
+
+
+def test_a_jacobian_of_zeros_has_no_kappa_over_the_rest():
+    heads = replace(problem("plain", 5, 4), mask=torch.zeros(5, 5, dtype=torch.bool))
+    for method in ("exact", "lanczos"):
+        got = ck.jacobian_condition(heads, method=method)
+        assert got.kappa == got.high == math.inf and got.low == 1 and got.status == Status.RANK_DEFICIENT
+        assert got.effective.isnan() and got.sigma_max == 0
+    limiting = ck.limiting_factor(heads)
+    assert limiting.names() == [""] and limiting.gain == 1
+    bad = replace(heads, mask=None, w_q=heads.w_q * torch.nan)
+    assert ck.limiting_factor(bad).names() == [""] and ck.limiting_factor(bad).gain.isnan()
+
+
+@pytest.mark.parametrize("method", ["exact", "lanczos"])
+def test_no_heads_have_no_figures(method: str):
+    """A10, A11: a rank may own no head."""
+    heads = AttentionHeads(randn(5, 8), *(torch.zeros(0, 4, 8) for _ in range(3)))
+    assert ck.jacobian_condition(heads, method=method).kappa.shape == (0,)
+    assert ck.jacobian_bound(heads).bound.shape == (0,) and ck.limiting_factor(heads).names() == []
+    assert jvp(heads, *heads.weights).shape == (0, 5, 4)
+
+
+def test_masks_and_sinks_may_have_more_batch_dimensions_than_the_rest():
+    heads = problem("plain", 5, 4)
+    masks = torch.ones(3, 5, 5, dtype=torch.bool).tril(diagonal=0)
+    masks[1] = True
+    got = attention_output(replace(heads, mask=masks))
+    torch.testing.assert_close(got[1], attention_output(heads))
+    sinks = torch.tensor([-torch.inf, 0.0, 50.0])
+    got = attention_output(replace(heads, sink=sinks))
+    torch.testing.assert_close(got[0], attention_output(heads))
+    assert bool((got[2].abs() < 1e-12).all())
+
+
 # --- the bound -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["plain", "causal", "scale", "biases", "memory", "values"])
+@pytest.mark.parametrize("name", ["plain", "causal", "scale", "biases", "memory", "values", "sink", "channels"])
 def test_every_factor_of_the_bound_is_that_of_the_svd(name: str):
     heads = problem(name, 6, 4)
     bound = ck.jacobian_bound(heads)
@@ -402,7 +564,7 @@ def test_every_factor_of_the_bound_is_that_of_the_svd(name: str):
     values = memory if heads.values is None else heads.values
     blocks = p.diag_embed() - p[:, :, None] * p[:, None, :]
     spectrum = torch.linalg.eigvalsh(blocks)
-    support = (p > 0).sum(-1)
+    support = (p > 0).sum(-1) + (heads.sink is not None)
     nonzero = torch.cat([row[len(row) - n + 1 :] for row, n in zip(spectrum, support, strict=True)])
     expected = {
         "kappa_x": kappa(heads.x),
@@ -432,6 +594,10 @@ def test_the_softmax_factor_keeps_its_accuracy_over_hundreds_of_orders():
     # Eigenvalues tiny (along e1 - e2) and 3 tiny (1 + O(tiny)).
     assert float(softmax_condition(p)) == pytest.approx(3.0, rel=1e-9)
     assert float(softmax_condition(torch.eye(3, dtype=torch.float64))) == math.inf
+    # A sink that takes nothing changes nothing; one that takes s of two keys adds a root: s p for p of one key.
+    torch.testing.assert_close(softmax_condition(p, torch.zeros(1)), softmax_condition(p))
+    one = torch.tensor([[0.75], [0.5]], dtype=torch.float64)
+    assert float(softmax_condition(one, 1 - one[:, 0])) == pytest.approx(0.25 / 0.1875, rel=1e-9)
     assert softmax_condition(torch.full((2, 3), torch.nan, dtype=torch.float64)).isnan()
 
 
@@ -558,6 +724,21 @@ def test_memory_stays_flat_and_small():
         ({"rope": Rotary(torch.zeros(6, 3), torch.zeros(6, 3))}, ValueError, "rotated even"),
         ({"rope": Rotary(torch.zeros(5, 4), torch.zeros(5, 4))}, ValueError, "rope must have 6 tokens"),
         ({"rope": Rotary(torch.zeros(6, 4), torch.zeros(6, 4)), "memory": torch.zeros(6, 8)}, NoJacobian, "rope with"),
+        # B23: a tokenizer's mask of ones and zeros is not what is added to logits.
+        ({"mask": torch.ones(6, 6, dtype=torch.int64)}, TypeError, r"mask must be boolean.* pass mask.bool\(\)"),
+        ({"mask": [[True]]}, TypeError, "mask must be a torch.Tensor, got list"),
+        ({"mask": torch.ones(6, 6, device="meta")}, ValueError, "must be on one device, got cpu, meta"),
+        ({"scale": True}, TypeError, "scale must be a number or a tensor"),
+        ({"b_q": torch.zeros(4, dtype=torch.int64)}, TypeError, "must have one of the dtypes"),
+        ({"b_q": torch.tensor(1.0)}, ValueError, r"b_q must be \(..., 4\)"),
+        ({"norm_q": HeadNorm("rms", torch.ones(1))}, ValueError, r"norm_q.gain must be \(..., 4\)"),
+        ({"norm_k": HeadNorm("rms", others=torch.ones(5), over=8)}, ValueError, r"norm_k.others must be \(..., 6\)"),
+        ({"norm_q": torch.ones(4)}, TypeError, "norm_q must be a HeadNorm, got Tensor"),
+        ({"rope": (torch.ones(6, 4), torch.ones(6, 4))}, TypeError, "rope must be a Rotary, got tuple"),
+        ({"shared_keys": torch.zeros(6, 2)}, ValueError, "equal head_dim but for 2 shared keys, got 4 and 4"),
+        ({"channels": True, "mask": torch.zeros(6, 6)}, NoJacobian, "over channels is not covered with mask"),
+        ({"channels": True, "norm_q": HeadNorm("rms", torch.ones(4))}, NoJacobian, "not covered with gains of norms"),
+        ({"channels": True, "w_v": torch.zeros(3, 8)}, ValueError, "equally many rows, got 4 and 3"),
     ],
 )
 def test_wrong_problems_are_refused_with_the_argument(change: dict[str, Any], error: type, message: str):
@@ -576,8 +757,22 @@ def test_wrong_arguments_are_refused():
         jvp(heads, heads.w_q, heads.w_k, heads.w_v.mT)
     with pytest.raises(ValueError, match=r"u must have shape \(..., 6, 4\)"):
         vjp(heads, heads.x)
+    with pytest.raises(ValueError, match=r"dw_q must have shape .* the problem's \(3,\), got \(2, 4, 40\)"):
+        jvp(replace(heads, w_q=heads.w_q.expand(3, 4, 40)), *(w.expand(2, 4, 40) for w in heads.weights))
+    with pytest.raises(ValueError, match="max_steps must be an integer of at least 1, got 0"):
+        ck.jacobian_condition(heads, method="lanczos", max_steps=0)
+    for call in (ck.jacobian_condition, ck.jacobian_bound, ck.limiting_factor, attention_output):
+        with pytest.raises(TypeError, match="heads must be an AttentionHeads, got Tensor"):
+            call(heads.x)
+    with pytest.raises(ValueError, match="factor must be one of 'x', 'p'"):
+        ck.jacobian_bound(heads).without("z")
     with pytest.raises(ValueError, match="kind must be one of"):
         HeadNorm("batch")
+    for eps in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="eps must be a finite number"):
+            HeadNorm("rms", eps=eps)
+    with pytest.raises(ValueError, match="others and over go together"):
+        HeadNorm("layer", others=torch.ones(6), over=8)
     large = AttentionHeads(torch.zeros(300, 8), *(torch.zeros(32, 8) for _ in range(3)))
     with pytest.raises(ValueError, match="use method='lanczos'"):
         ck.jacobian_condition(large, method="exact")

@@ -26,8 +26,8 @@ from conditioned_kernels.heads import (
     support_table,
 )
 from conditioned_kernels.heads.layout import from_views
-from conditioned_kernels.initialize.apply import resolve
 from conditioned_kernels.initialize.conditioned import identity_heads
+from conditioned_kernels.initialize.target import resolve
 
 from .models import deepseek, falcon, hf, torch_attention
 
@@ -433,10 +433,11 @@ def test_separate_weights_of_unequal_roles() -> None:
 def test_the_support_table_has_a_row_per_class() -> None:
     rows = support_rows()
     assert len(rows) == sum(len(family.classes) for family in FAMILIES)
-    assert all(row.form and row.output and row.source and row.installed for row in rows)
+    assert all(row.form and row.output and row.jacobian and row.source and row.installed for row in rows)
+    assert sum(row.jacobian.startswith("yes") for row in rows) == len(rows) - 6
     table = support_table(check_installed=False)
     assert table.count("\n") == len(rows) + 2
-    assert {line.count(" | ") for line in table.splitlines()} == {5}
+    assert {line.count(" | ") for line in table.splitlines()} == {6}
     assert "| transformers | `modeling_gpt_neox.GPTNeoXAttention` | query_key_value [Q K V] per head |" in table
     # A class at a library's former place is listed as missing there.
     moved = next(row for row in rows if row.module == "timm.models.vision_transformer")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,9 +15,12 @@ from torch import Tensor, nn
 
 import conditioned_kernels as ck
 from conditioned_kernels.heads import FAMILIES, MECHANICS, attention_heads
+from conditioned_kernels.heads.mechanics import REFUSED
 from conditioned_kernels.jacobian import AttentionHeads, NoJacobian, attention_output, jvp
+from conditioned_kernels.jacobian.heads import mapped
 
-from .models import BERT, CASES, LLAMA, Case, hf
+from .models import BERT, CASES, LLAMA, Case, deepseek, falcon, hf
+from .test_jacobian import jacobian
 
 COVERED = {name for row in MECHANICS for name in row.classes}
 OUTPUTS = ("o_proj", "Wo", "out_proj", "c_proj", "dense", "proj", "o", "out_lin")
@@ -34,9 +39,17 @@ def randomized(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if getattr(module, "attn_logit_softcapping", None):
             module.attn_logit_softcapping = 1.0  # The usual 50 would hardly bend these logits.
-        if type(module).__name__ == "Attention" and getattr(module, "gate", None) is not None:
-            module.gate = None  # It comes after the heads.
+        if type(module).__name__ in ("Attention", "EvaAttention"):
+            module.gate, module.norm = None, nn.Identity()  # They come after the heads.
+        if type(module).__name__ == "Qwen3NextAttention":
+            with torch.no_grad():  # A gate of 1/2 for all.
+                module.q_proj.weight.unflatten(0, (-1, 2, module.head_dim))[:, 1].zero_()
+                module.o_proj.register_forward_pre_hook(lambda _, args: (2 * args[0],))
     return model.eval()
+
+
+class Done(Exception):
+    """What comes after the layer does not matter."""
 
 
 def run(model: nn.Module, args: tuple, kwargs: dict[str, Any], **options: Any) -> dict[str, tuple[Any, Tensor]]:
@@ -75,7 +88,7 @@ def run(model: nn.Module, args: tuple, kwargs: dict[str, Any], **options: Any) -
             )
         found[layer.name] = (calls, outputs)
     before_rng = torch.get_rng_state()
-    with torch.no_grad():
+    with torch.no_grad(), contextlib.suppress(Done):
         model(*args, **kwargs)
     for hook in hooks:
         hook.remove()
@@ -88,9 +101,17 @@ def joined(heads: AttentionHeads) -> Tensor:
     return attention_output(heads).transpose(1, 2).flatten(2)
 
 
-def error(heads: AttentionHeads, seen: Tensor) -> float:
+def error(heads: AttentionHeads, seen: Tensor, family: str = "") -> float:
     got = joined(heads)
-    if seen.shape[0] != got.shape[0]:
+    if family.endswith("Attention2d"):
+        seen = seen.flatten(2).mT
+    elif family.endswith("AttentionCl"):
+        seen = seen.flatten(1, -2)
+    elif family.endswith("LocallyGroupedAttn"):
+        # Windows of two by two in an image of three by four, whose last row is filled up.
+        got = got.unflatten(0, (1, 2, 2)).unflatten(3, (2, 2)).transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :3]
+        got = got.flatten(1, 2)
+    elif seen.shape[0] != got.shape[0]:
         seen = seen.transpose(0, 1)
     return float((got - seen.double()).norm() / seen.double().norm())
 
@@ -98,12 +119,14 @@ def error(heads: AttentionHeads, seen: Tensor) -> float:
 def mutations(heads: AttentionHeads) -> dict[str, AttentionHeads]:
     """The problem with one mechanic ignored, for each that it has."""
     changes: dict[str, dict[str, Any]] = {
-        "scale": {"scale": 1.5 * (heads.scale or heads.w_q.shape[-2] ** -0.5)},
-        **{name: {name: None} for name in ("mask", "rope", "norm_q", "norm_k", "softcap")},
+        "scale": {"scale": 1.5 * (heads.w_q.shape[-2] ** -0.5 if heads.scale is None else heads.scale)},
+        **{name: {name: None} for name in ("mask", "rope", "norm_q", "norm_k", "softcap", "sink", "values")},
         **{name: {name: None} for name in ("b_q", "b_v")},
     }
     if heads.mask is not None and bool((heads.mask == heads.mask.flatten()[0]).all()):
         del changes["mask"]  # It masks nothing.
+    if heads.values is not None and torch.equal(heads.values, heads.x if heads.memory is None else heads.memory):
+        del changes["values"]  # The same numbers once more.
     return {
         name: replace(heads, **change)
         for name, change in changes.items()
@@ -111,6 +134,12 @@ def mutations(heads: AttentionHeads) -> dict[str, AttentionHeads]:
     }
 
 
+REFUSED_BY_CONFIGURATION = {
+    "torch-mha-bias-kv": "bias_k",
+    "deberta_v2-shared": "relative_attention",
+    "deberta_v2-positions": "relative_attention",
+    "mpt": "clip_qkv",
+}
 CHECKED = [case for case in CASES if case.covers in COVERED]
 
 
@@ -120,17 +149,23 @@ def test_it_is_what_the_module_computes(case: Case):
         pytest.skip(case.missing)
     torch.manual_seed(0)
     model, args, kwargs = case.build()
+    families = {layer.name: layer.family for layer in ck.find_attention(model).layers}
     got = run(randomized(model), args, kwargs)
-    checked = 0
+    checked, seen_somewhere, all_mutations = 0, set(), set()
     for name, (heads, seen) in got.items():
         if isinstance(heads, NoJacobian):
+            assert REFUSED_BY_CONFIGURATION.get(case.name, "is not covered") in str(heads)
             continue
-        assert error(heads, seen) < TOLERANCE, name
+        assert error(heads, seen, families[name]) < TOLERANCE, name
         for what, changed in mutations(heads).items():
-            assert error(changed, seen) > 10 * TOLERANCE, f"{name}: ignoring {what} goes unseen"
+            all_mutations.add(what)
+            if error(changed, seen, families[name]) > 10 * TOLERANCE:
+                seen_somewhere.add(what)
         checked += 1
+    # Somewhere, since a layer whose keys or logits are far apart is deaf to the scale.
+    assert seen_somewhere == all_mutations
     covered = [layer for layer in ck.find_attention(model).layers if layer.family in COVERED]
-    assert checked == (0 if "bias-kv" in case.name else len(covered))
+    assert checked == (0 if case.name in REFUSED_BY_CONFIGURATION else len(covered))
 
 
 # --- variants that the tiny models above do not have ---------------------------------------------------------------
@@ -147,6 +182,11 @@ Options = dict[str, Any]
 def text(config: str, model: str, *, mask: Tensor | None = None, **options: Any):
     given = {"input_ids": LONG} if mask is None else {"input_ids": LONG, "attention_mask": mask}
     return hf(config, model, inputs=lambda: given, **options)
+
+
+def given(build: Callable[[], Any], mask: Tensor):
+    model, _, _ = build()
+    return model, (), {"input_ids": LONG, "attention_mask": mask, "use_cache": False}
 
 
 WINDOWED = LLAMA | {"sliding_window": 3, "head_dim": 4}
@@ -197,6 +237,35 @@ VARIANTS = {
         text, "ModernBertConfig", "ModernBertModel", mask=RIGHT, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         cls_token_id=1, sep_token_id=2, local_attention=4, global_attn_every_n_layers=2, **BERT,
     ),
+    "mpt, left padding": partial(
+        text, "MptConfig", "MptModel", mask=LEFT, d_model=16, n_heads=4, n_layers=2, vocab_size=32, max_seq_len=40,
+    ),
+    "bloom, left padding": partial(
+        text, "BloomConfig", "BloomModel", mask=LEFT, hidden_size=16, n_head=4, n_layer=2, vocab_size=32,
+        bos_token_id=1, eos_token_id=2,
+    ),
+    "falcon, alibi, left padding": partial(given, partial(falcon, multi_query=False, alibi=True), LEFT),
+    "falcon, alibi, eager": partial(
+        given, partial(falcon, multi_query=False, alibi=True, attn_implementation="eager"), LEFT
+    ),
+    "gpt_neo, padding": partial(
+        text, "GPTNeoConfig", "GPTNeoModel", mask=RIGHT, hidden_size=16, num_heads=4, num_layers=2, window_size=4,
+        attention_types=[[["global", "local"], 1]], vocab_size=32, max_position_embeddings=16, bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "gpt_oss, sliding, left padding": partial(
+        text, "GptOssConfig", "GptOssModel", mask=LEFT, sliding_window=3, head_dim=8, num_local_experts=2,
+        num_experts_per_tok=1, **LLAMA,
+    ),
+    "olmo2, left padding": partial(text, "Olmo2Config", "Olmo2Model", mask=LEFT, **LLAMA),
+    "llama4, some layers without rotation": partial(
+        text, "Llama4TextConfig", "Llama4TextModel", mask=LEFT, head_dim=4, intermediate_size_mlp=24,
+        num_local_experts=2, no_rope_layers=[1, 0], attn_temperature_tuning=True, **LLAMA,
+    ),
+    "deepseek_v2, query latent": partial(given, partial(deepseek, "V2", q_lora_rank=10), RIGHT),
+    "deepseek_v3, halves, biases": partial(
+        given, partial(deepseek, "V3", q_lora_rank=None, rope_interleave=False, attention_bias=True), LEFT
+    ),
     "phi, qk norm": partial(text, "PhiConfig", "PhiModel", qk_layernorm=True, **LLAMA),
     "cohere, qk norm": partial(text, "CohereConfig", "CohereModel", use_qk_norm=True, **LLAMA),
     "opt, padding": partial(
@@ -245,6 +314,9 @@ def test_masks_of_a_flash_kernel_mean_the_same():
     for sample, kept in enumerate(LEFT.bool()):
         got, wanted = attention_output(flash)[sample, :, kept], expected[sample, :, kept]
         torch.testing.assert_close(got, wanted)
+    for packed in ({"position_ids": torch.arange(12)[None] % 7}, {"cu_seq_lens_q": torch.tensor([0, 7, 12])}):
+        with pytest.raises(NoJacobian, match="packs several sequences into one row"):
+            attention_heads(layer, args, {**call, "attention_mask": None, **packed})
     whole = attention_heads(layer, args, {**call, "attention_mask": None}, samples=1, tokens=None)
     torch.testing.assert_close(attention_output(whole), expected[:1])
 
@@ -310,6 +382,72 @@ def test_the_window_of_tokens_avoids_padding():
     assert heads.mask is None or bool((heads.mask[..., 0, 0] >= 0).all())
 
 
+def test_in_cross_attention_the_window_of_keys_avoids_padding():
+    torch.manual_seed(0)
+    module = randomized(nn.MultiheadAttention(16, 4, batch_first=True))
+    layer = ck.find_attention(module).layers[0]
+    x, memory = torch.randn(2, 6, 16), torch.randn(2, 9, 16)
+    padding = torch.arange(9).expand(2, 9) < torch.tensor([[4], [2]])
+    heads = attention_heads(layer, (x, memory, memory), {"key_padding_mask": padding}, samples=2, tokens=3)
+    assert torch.equal(heads.memory[:, 0], memory[:, 4:7]) and torch.equal(heads.x[:, 0], x[:, :3])
+    assert bool(heads.mask.all()) and bool(ck.jacobian_condition(heads).effective.isfinite().all())
+    longer = attention_heads(layer, (x, memory, memory), {"key_padding_mask": padding}, tokens=50)
+    assert (longer.tokens, longer.keys) == (6, 9)
+
+
+@pytest.mark.parametrize("name", ["timm-xcit", "timm-davit-channel-v2", "deepseek_v3", "gpt_oss", "olmo2", "timm-eva"])
+def test_a_window_of_tokens_and_some_heads_have_a_jacobian(name: str):
+    """Fewer tokens than the call's: the problem on those alone, whose kappa autograd has too."""
+    case = next(each for each in CASES if each.name == name)
+    if case.missing:
+        pytest.skip(case.missing)
+    torch.manual_seed(0)
+    model, args, kwargs = case.build()
+    (heads, _), *_ = (
+        found
+        for layer, found in run(randomized(model), args, kwargs, samples=1, tokens=3, heads=[1, 0]).items()
+        if not isinstance(found[0], NoJacobian)
+    )
+    assert heads.tokens == 3 and heads.shape == (1, 2)
+    estimate = ck.jacobian_condition(heads)
+    for place in range(2):
+        one = mapped(
+            heads.select(torch.tensor([place])),
+            lambda part, _: part[0].double() if part.is_floating_point() else part[0],
+        )
+        values = torch.linalg.svdvals(jacobian(one))
+        deficient = estimate.status[0, place] == ck.Status.RANK_DEFICIENT
+        kappa = estimate.effective if deficient else estimate.kappa
+        values = values[values > 1e-12 * values[0]] if deficient else values
+        assert float(kappa[0, place]) == pytest.approx(float(values[0] / values[-1]), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"heads": [-1]}, ValueError, r"heads must be indices of query heads, 0 to 3, at least one, got \[-1\]"),
+        ({"heads": [1, 4]}, ValueError, "0 to 3"),
+        ({"heads": []}, ValueError, "at least one"),
+        ({"heads": 0}, ValueError, "heads must be an integer of at least 1, got 0"),
+        ({"heads": True}, ValueError, "heads must be an integer"),
+        ({"heads": [1.5]}, TypeError, "a number of heads or a sequence of their indices"),
+        ({"samples": 0}, ValueError, "samples must be an integer of at least 1, got 0"),
+        ({"samples": -1}, ValueError, "samples must be"),
+        ({"tokens": 0}, ValueError, "tokens must be"),
+        ({"tokens": 2.5}, ValueError, "tokens must be"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], error: type, message: str):
+    x = torch.randn(2, 5, 16)
+    layer = ck.find_attention(nn.MultiheadAttention(16, 4, batch_first=True)).layers[0]
+    with pytest.raises(error, match=message):
+        attention_heads(layer, (x, x, x), {}, **options)
+    everything = attention_heads(layer, (x, x, x), {}, samples=9, tokens=99, heads=99)
+    assert everything.shape == (2, 4) and everything.tokens == 5
+    with pytest.raises(TypeError, match="layer must be an AttentionLayer of find_attention, got str"):
+        attention_heads("attn", (x, x, x), {})
+
+
 def test_sampling_changes_nothing_and_shares_nothing(untouched_rng):
     """F15: the model's own attention implementation, output and random state are as without it."""
     pytest.importorskip("transformers")
@@ -340,56 +478,107 @@ def test_sampling_changes_nothing_and_shares_nothing(untouched_rng):
     assert not any(each.requires_grad for each in found[0].weights)
 
 
-@pytest.mark.parametrize("name", ["llama, biases", "gpt2, scale by layer", "mistral, window"])
+SINGLE = ("olmo2", "llama4", "deepseek_v2", "deepseek_v3")
+"""Whose norms work in float32 even in a double model, so that differences are of longer steps."""
+
+ALIKE = ("timm-xcit", "timm-davit-channel", "timm-swin-v2", "timm-pvt-v2", "swinv2", "detr-cross")
+DERIVED = (
+    "llama, biases",
+    "gpt2, scale by layer",
+    "mistral, window",
+    "gpt_oss, sliding, left padding",
+    "olmo2, left padding",
+    "llama4, some layers without rotation",
+    "deepseek_v2, query latent",
+    "deepseek_v3, halves, biases",
+)
+
+
+@pytest.mark.parametrize("name", DERIVED + ALIKE)
 def test_products_are_the_derivative_of_the_model_itself(name: str):
-    """F16: no derivative of a fused kernel is asked for; central differences of what the module fed on are it."""
+    """F16: no derivative of a fused kernel is asked for; central differences of what the module fed on are it.
+
+    One head's own rows move, as the Jacobian says; norms over all heads then have the others held fixed.
+    """
     pytest.importorskip("transformers")
+    case = next((each for each in CASES if each.name == name), None)
+    if case is not None and case.missing:
+        pytest.skip(case.missing)
     torch.manual_seed(0)
-    model, args, kwargs = VARIANTS[name]()
+    model, args, kwargs = VARIANTS[name]() if case is None else case.build()
     model = randomized(model).double()
-    layer = ck.find_attention(model).layers[0]
-    heads, _ = run(model, args, kwargs)[layer.name]
+    args = tuple(arg.double() for arg in args)
+    kwargs = {key: value.double() if key == "pixel_values" else value for key, value in kwargs.items()}
+    family = next(
+        layer.family for layer in ck.find_attention(model).layers if case is None or layer.family == case.covers
+    )
+    place = next(i for i, layer in enumerate(ck.find_attention(model).layers) if layer.family == family)
+    layer = ck.find_attention(model).layers[place]
+    if name.startswith(("gpt_oss", *SINGLE)):
+        layer.module.register_forward_hook(done)  # Their experts take no float64.
+    head = 1
+    heads, _ = run(model, args, kwargs, heads=[head])[layer.name]
     generator = torch.Generator().manual_seed(3)
-    changes = {}
-    for projection in layer.projections:
-        weight = projection.view(layer.weight(projection))
-        changes[projection.role] = torch.randn(weight.shape, dtype=torch.float64, generator=generator)
-    group = heads.w_q.shape[0] // changes["k"].shape[0]
-    got = jvp(heads, changes["q"], changes["k"].repeat_interleave(group, 0), changes["v"].repeat_interleave(group, 0))
+    parts = next(row.parts for row in MECHANICS if family in row.classes)
+    by_label = {projection.label: projection for projection in layer.projections}
+    changes, moves = [], {}
+    for labels in parts:
+        for label in labels:
+            rows = by_label[label].view(layer.weight(by_label[label])).flatten(0, -3)
+            count = heads_of(layer)
+            change = torch.randn(rows.shape[1:], dtype=torch.float64, generator=generator)
+            moves[label] = (head * len(rows) // count, change)
+        changes.append(torch.cat([moves[label][1] for label in labels]))
+    got = jvp(heads, *changes)[:, 0]
 
     def output(step: float) -> Tensor:
         moved = copy.deepcopy(model)
-        there = ck.find_attention(moved).layers[0]
+        there = ck.find_attention(moved).layers[place]
         with torch.no_grad():
             for projection in there.projections:
-                projection.view(there.weight(projection).detach()).add_(step * changes[projection.role])
+                if projection.label in moves:
+                    row, change = moves[projection.label]
+                    rows = projection.view(there.weight(projection).detach())
+                    index = torch.arange(rows.shape[:-2].numel()).view(rows.shape[:-2])
+                    rows[index == row] += step * change
         _, seen = run(moved, args, kwargs)[there.name]
-        return seen.double()
+        return seen.unflatten(-1, (heads_of(layer), -1))[..., head, :]
 
-    step = 1e-5
+    single = name.startswith(SINGLE)
+    step = 1e-3 if single else 1e-5
     expected = (output(step) - output(-step)) / (2 * step)
     # transformers' rotary angles are float32 even in a double model, but the same on both sides.
-    kept = kwargs.get("attention_mask", torch.ones(2, 12)).bool()
-    got = got.transpose(1, 2).flatten(2)[kept]
-    assert float((got - expected[kept]).norm() / got.norm()) < 1e-6
+    kept = kwargs.get("attention_mask", torch.ones(got.shape[:2])).bool()
+    assert float((got - expected)[kept].norm() / got[kept].norm()) < (1e-3 if single else 1e-6)
+
+
+def done(*args: Any) -> None:
+    raise Done
+
+
+def heads_of(layer: Any) -> int:
+    """Query heads."""
+    return max(
+        projection.view(layer.weight(projection)).shape[:-2].numel()
+        for projection in layer.projections
+        if projection.role == "q"
+    )
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
-def test_every_class_without_a_row_is_refused_by_name():
+def test_every_class_has_a_row_or_a_reason():
     names = {name for family in FAMILIES for name in family.classes}
-    assert names >= COVERED
-    without = names - COVERED
-    assert any("Nystromformer" in name for name in without) and any(name.endswith("XCA") for name in without)
+    assert COVERED | set(REFUSED) == names and not COVERED & set(REFUSED)
     for case in CASES:
-        if case.covers not in without or case.missing or case.name not in (
-            "timm-xcit", "timm-davit-channel", "nystromformer", "longformer", "olmo2", "deepseek_v3", "gpt_oss"
-        ):  # fmt: skip
+        if case.covers not in REFUSED or case.missing:
             continue
         model, _, _ = case.build()
         layer = next(each for each in ck.find_attention(model).layers if each.family == case.covers)
-        with pytest.raises(NoJacobian, match=case.covers.rpartition(".")[2]):
+        with pytest.raises(
+            NoJacobian, match=f"{case.covers.rpartition('.')[2]} is not covered: {REFUSED[case.covers]}"
+        ):
             attention_heads(layer, (torch.zeros(1, 4, 16),), {})
 
 

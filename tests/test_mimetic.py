@@ -384,11 +384,11 @@ def test_projections_of_relative_positions_are_left_alone() -> None:
 
 
 def test_a_write_that_fails_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from conditioned_kernels.initialize import apply
+    from conditioned_kernels.initialize import writing
 
     model, *_ = bert()
     before = state(model)
-    write, calls = apply._write, []
+    write, calls = writing.write, []
 
     def failing(target: Any, *rest: Any) -> None:
         calls.append(target.name)
@@ -396,7 +396,7 @@ def test_a_write_that_fails_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(calls) == 7:
             raise RuntimeError("disk on fire")
 
-    monkeypatch.setattr(apply, "_write", failing)
+    monkeypatch.setattr(writing, "write", failing)
     with pytest.raises(RuntimeError, match="disk on fire"):
         ck.mimetic_(model)
     assert any("output.dense" in name for name in calls)

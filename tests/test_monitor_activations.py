@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import os
 import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +21,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import conditioned_kernels as ck
 from conditioned_kernels.heads.mechanics import attention_heads
-from conditioned_kernels.monitor import JACOBIAN, ConditioningMonitor, Record
+from conditioned_kernels.integrations.files import read_records
+from conditioned_kernels.monitor import JACOBIAN, ConditioningMonitor, KappaAbove, Record
 
 from .models import hf
 
@@ -476,3 +481,43 @@ def test_the_monitor_is_a_context_and_leaves_no_hooks_when_training_fails() -> N
         raise ZeroDivisionError
     assert hooks(model) == 0
     assert any(record.spectrum for record in monitor.records)
+
+
+def test_what_training_failed_with_is_what_is_raised() -> None:
+    """An alert that stops the run does not hide the error, or Ctrl-C, that has stopped it already."""
+
+    def stop(message: str, record: Record) -> None:
+        raise ValueError(message)
+
+    alert = KappaAbove(1.0, callback=stop)
+    said = pytest.warns(UserWarning, match="closing the ConditioningMonitor failed: ValueError: step 0")
+    with said, pytest.raises(KeyboardInterrupt), watch(encoder(), alerts=[alert]):
+        raise KeyboardInterrupt
+    with pytest.raises(ValueError, match="step 0"), watch(encoder(), alerts=[KappaAbove(1.0, callback=stop)]):
+        pass
+
+
+def test_a_run_that_is_interrupted_keeps_what_was_seen(tmp_path: Path) -> None:
+    """Records up to the last step are in the file without close, as a Trainer tells its callbacks of no error."""
+    script = """
+import os, signal, torch
+import conditioned_kernels as ck
+from conditioned_kernels.integrations.files import JsonlSink
+model = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+monitor = ck.ConditioningMonitor(model, activations_every=1, sinks=[JsonlSink("run.jsonl")])
+model(torch.randn(2, 4, 16))
+monitor.step()
+if os.fork() == 0:
+    raise SystemExit
+os.wait()
+os.kill(os.getpid(), signal.SIGINT)
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(ck.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stderr.strip().endswith("KeyboardInterrupt"), done.stderr
+    records = read_records(tmp_path / "run.jsonl")
+    assert {(record.step, record.projection) for record in records if not record.spectrum} == {
+        *((step, role) for step in (0, 1) for role in "qkv"),
+        (0, JACOBIAN),
+    }
+    assert len({(each.step, each.projection, each.head, each.spectrum) for each in records}) == len(records)

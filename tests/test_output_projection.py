@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import conditioned_kernels as ck
 from conditioned_kernels.heads import FAMILIES, AttentionLayer, HeadView, Output
 from conditioned_kernels.heads.layout import AROUND, LATENT
-from conditioned_kernels.initialize.apply import resolve
+from conditioned_kernels.initialize.target import resolve
 
 from .models import CASES, Case, bert
 

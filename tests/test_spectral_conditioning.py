@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import conditioned_kernels as ck
 from conditioned_kernels.heads import find_attention
-from conditioned_kernels.initialize.apply import resolve
+from conditioned_kernels.initialize.target import resolve
 
 from .models import CASES, bert, torch_layer
 

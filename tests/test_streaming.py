@@ -18,7 +18,8 @@ import conditioned_kernels as ck
 from conditioned_kernels import shards, sources
 from conditioned_kernels.architectures import build
 from conditioned_kernels.checkpoint import Checkpoint, CheckpointError, Entry
-from conditioned_kernels.sources import InitOptions, init_file
+from conditioned_kernels.file_schemes import InitOptions
+from conditioned_kernels.sources import init_file
 
 transformers = pytest.importorskip("transformers")
 
@@ -64,6 +65,26 @@ def test_transformers_loads_the_shards(tmp_path: Path, config: Path) -> None:
         else:  # the library's rule, drawn block by block
             assert 0.8 < float(value.float().std() / theirs[name].float().std()) < 1.25, name
     assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, model.model.layers[1].mlp.up_proj.weight)
+
+
+def test_an_unfinished_folder_is_not_continued_from_another_state_of_the_source(tmp_path: Path, config: Path) -> None:
+    """Its shards hold what the checkpoint was when they were written."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    write(source, config)
+
+    def stop(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    def again(**more: object) -> sources.Written:
+        return init_file(str(source), out, options=InitOptions(), shard_size=60_000, **more)
+
+    with pytest.raises(KeyboardInterrupt):
+        again(progress=stop)
+    os.utime(next(source.glob("*-00001-of-*")), (1, 1))
+    with pytest.raises(CheckpointError, match="unfinished output of another command"):
+        again()
+    assert not again(force=True).kept
 
 
 def test_attention_only(tmp_path: Path, config: Path) -> None:

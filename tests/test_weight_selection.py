@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -20,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import conditioned_kernels as ck
-from conditioned_kernels.initialize.apply import MARK
 from conditioned_kernels.initialize.selection import (
     ELEMENTS,
     Selection,
@@ -29,6 +29,7 @@ from conditioned_kernels.initialize.selection import (
     renamed,
     stack_sizes,
 )
+from conditioned_kernels.initialize.writing import MARK
 
 from .models import BERT, CASES, LLAMA, bert, hf, levit, timm_model, torch_layer
 
@@ -844,3 +845,22 @@ def test_dtypes_and_random_state(untouched_rng: None) -> None:
         torch.equal(p, teacher.get_parameter(name).bfloat16()) and p.dtype == torch.bfloat16
         for name, p in student.named_parameters()
     )
+
+
+@pytest.mark.parametrize("form", ["module", "folder"])
+def test_a_model_on_the_meta_device_gets_all_of_it_once_it_has_memory(form: str, tmp_path: Path) -> None:
+    """C01: run once for the whole model, and not once per block, with the teacher's file open again."""
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    large = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    teacher, usual = (transformers.BertModel(transformers.BertConfig(vocab_size=40, **size)) for size in (large, small))
+    teacher.save_pretrained(tmp_path)
+    expected = ck.weight_selection_(usual, teacher)
+    with torch.device("meta"):
+        model = transformers.BertModel(transformers.BertConfig(vocab_size=40, **small))
+    noted = ck.weight_selection_(model, teacher if form == "module" else tmp_path)
+    assert noted.deferred and not noted.touched
+    model = copy.deepcopy(model)
+    report = ck.materialize_(model, "cpu")
+    for name, value in usual.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert len(report.touched) == len(expected.touched) and sorted(report.others) == sorted(expected.others)

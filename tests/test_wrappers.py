@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+from torch.optim.swa_utils import AveragedModel
 
 import conditioned_kernels as ck
 from conditioned_kernels.heads import LayoutError, Separate
@@ -51,7 +52,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     after = state(model)
     assert set(after) == set(before)
     for name, tensor in before.items():
-        assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert torch.equal(*(each.contiguous().view(torch.uint8) for each in (after[name], tensor))), name
 
 
 class FakeDDP(nn.parallel.DistributedDataParallel):
@@ -105,6 +106,29 @@ def test_b24_only_classes_are_looked_through() -> None:
     model.module._orig_mod = encoder()
     found = ck.find_attention(compiled(model))
     assert [layer.name for layer in found.layers] == ["_orig_mod_proj.self_attn", "module._orig_mod.self_attn"]
+
+
+def test_b24_averages_and_fabrics_model_have_the_names_of_the_model() -> None:
+    """B24: and so the same weights."""
+    fabric = pytest.importorskip("lightning.fabric")
+    expected = encoder()
+    ck.conditioned_(expected)
+    for wrap in (AveragedModel, fabric.Fabric(accelerator="cpu").setup):
+        model = wrap(encoder())
+        assert ck.conditioned_(model).touched[0].parameter == "self_attn.in_proj_weight"
+        assert torch.equal(model.module.self_attn.in_proj_weight, expected.self_attn.in_proj_weight)
+
+
+def test_c01_offloaded_weights_are_refused() -> None:
+    """C01: on the meta device between forwards, with their values in hooks that bring the old ones back."""
+    accelerate = pytest.importorskip("accelerate")
+    model = Attention()
+    accelerate.cpu_offload(model, execution_device="cpu")
+    for call in (ck.conditioned_, ck.verify):
+        with pytest.raises(ValueError, match=r"q_proj\.weight is offloaded.*remove_hook_from_submodules"):
+            call(model, layouts=LAYOUTS)
+    accelerate.hooks.remove_hook_from_submodules(model)
+    assert ck.verify(model, ck.conditioned_(model, layouts=LAYOUTS), layouts=LAYOUTS).ok
 
 
 def test_b24_a_compiled_projection() -> None:
@@ -269,6 +293,14 @@ def test_b26_quantized_storage_is_refused_by_name_and_dtype(stored: Tensor) -> N
         ck.find_attention(model, layouts={Attention: lambda module: {"k": module.k_proj.weight[None]}})
 
 
+def test_b26_dynamically_quantized_layers_are_refused_by_name() -> None:
+    """B26: their weight is a method."""
+    model = Attention()
+    model.k_proj.__dict__["weight"] = model.k_proj._parameters.pop("weight").detach
+    with pytest.raises(TypeError, match=r"'k_proj\.weight' of Attention is a method.*before quantizing"):
+        ck.conditioned_(model, layouts=LAYOUTS)
+
+
 @pytest.mark.parametrize("size", [256, 0])
 def test_c08_flat_parameters_are_refused_with_the_remedy(size: int) -> None:
     """C08: FSDP1 keeps a 1-D piece where a matrix is expected."""
@@ -338,8 +370,10 @@ def test_b27_fused_parametrized_weight() -> None:
     [
         (lambda layer: parametrize.register_parametrization(layer, "weight", OneWay()), "cannot be assigned"),
         (spectral_norm, "does not hold the assigned value"),
+        # Its right_inverse gives itself a new buffer on the way.
+        (orthogonal, "does not hold the assigned value"),
     ],
-    ids=["no-inverse", "spectral-norm"],
+    ids=["no-inverse", "spectral-norm", "orthogonal"],
 )
 def test_b27_what_cannot_be_assigned_is_refused_and_rolled_back(register, message: str) -> None:  # type: ignore[no-untyped-def]
     """B27: also the weights written before it, and the parametrization's own state, in training mode."""
@@ -372,6 +406,22 @@ def test_b27_an_orthogonal_parametrization_is_assigned() -> None:
     report = ck.conditioned_(model, layouts=LAYOUTS)
     assert ck.verify(model, report, layouts=LAYOUTS).ok
     assert torch.allclose(model.v_proj.weight, torch.eye(16), atol=1e-6)
+
+
+def test_b25_d05_parametrized_weights_are_guarded_by_what_they_are_made_from() -> None:
+    """B25, D05: the weight itself is recomputed and carries neither requires_grad nor transformers' mark."""
+    model = Attention()
+    parametrize.register_parametrization(model.q_proj, "weight", Doubled())
+    original = model.q_proj.parametrizations.weight.original
+    original.requires_grad_(False)
+    with unchanged(model), pytest.raises(ValueError, match=r"q_proj\.weight is frozen"):
+        ck.conditioned_(model, layouts=LAYOUTS)
+    original.requires_grad_(True)
+    original._is_hf_initialized = True
+    with unchanged(model), pytest.raises(ValueError, match=r"q_proj\.weight was loaded from a checkpoint"):
+        ck.conditioned_(model, layouts=LAYOUTS)
+    ck.conditioned_(model, layouts=LAYOUTS, overwrite=True)
+    assert ck.conditioned_(model, layouts=LAYOUTS, seed=1).touched, "ours by now"
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -433,6 +483,17 @@ def test_conflicting_ties_are_refused(tie: Callable[[nn.Module, nn.Module], None
     assert ck.conditioned_(model, layouts=LAYOUTS, where=lambda name, _: name == "a").touched
 
 
+@pytest.mark.parametrize("tie", [share, overlap, parametrized_share, mixed_share])
+def test_b17_ties_with_what_is_left_alone_are_refused(tie: Callable[[nn.Module, nn.Module], None]) -> None:
+    """B17: an output projection, MLP or embedding in the memory of a W_V would not stay as it is."""
+    model = two()
+    model["mlp"] = nn.Linear(16, 16, bias=False)
+    tie(model["a"].v_proj, model["mlp"])
+    with unchanged(model), pytest.raises(ValueError, match=r"shares its memory with"):
+        ck.conditioned_(model, layouts=LAYOUTS)
+    assert ck.conditioned_(model, layouts=LAYOUTS, where=lambda name, _: name == "b").touched
+
+
 def test_parametrized_ties_of_one_role_are_written_once() -> None:
     model = two()
     parametrized_share(model["a"].k_proj, model["b"].k_proj)
@@ -443,8 +504,10 @@ def test_parametrized_ties_of_one_role_are_written_once() -> None:
 
 def test_weights_beside_each_other_in_one_memory_are_no_tie() -> None:
     model = two()
-    memory = torch.randn(6, 16, 16)
-    linears = [layer for each in model.values() for layer in (each.q_proj, each.k_proj, each.v_proj)]
+    model["mlp"] = nn.Linear(16, 16, bias=False)
+    memory = torch.randn(7, 16, 16)
+    linears = [layer for each in (model["a"], model["b"]) for layer in (each.q_proj, each.k_proj, each.v_proj)]
+    linears.append(model["mlp"])
     for layer, part in zip(linears, memory, strict=True):
         layer.weight = nn.Parameter(part)
     assert len(ck.conditioned_(model, layouts=LAYOUTS).touched) == 6
@@ -452,19 +515,19 @@ def test_weights_beside_each_other_in_one_memory_are_no_tie() -> None:
 
 
 def test_a_failure_at_the_last_weight_undoes_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from conditioned_kernels.initialize import apply
+    from conditioned_kernels.initialize import writing
 
     model = two()
-    write, calls = apply._write, []
+    write, calls = writing.write, []
 
-    def failing(target: apply.Target, blocks: apply.Blocks) -> None:
+    def failing(target: writing.Target, blocks: writing.Blocks) -> None:
         calls.append(target.name)
         if len(calls) == 6:
             target.heads[0].copy_(blocks[0][1][0])
             raise KeyboardInterrupt
         write(target, blocks)
 
-    monkeypatch.setattr(apply, "_write", failing)
+    monkeypatch.setattr(writing, "write", failing)
     with unchanged(model), pytest.raises(KeyboardInterrupt):
         ck.conditioned_(model, layouts=LAYOUTS)
     assert len(calls) == 6

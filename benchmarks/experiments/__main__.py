@@ -1,4 +1,4 @@
-"""Command line: ``python -m benchmarks.experiments run SUITE ...`` and ``python -m benchmarks.experiments report``."""
+"""Command line: ``python -m benchmarks.experiments run SUITE ...``, ``... report`` and ``... baselines``."""
 
 from __future__ import annotations
 
@@ -32,6 +32,14 @@ def run(
             suite, folder=results, schemes=scheme, workers=workers, seconds=seconds, same_rate=same_rate
         )
         typer.echo(f"{suite}: {trained} runs")
+
+
+@app.command()
+def baselines(results: Annotated[Path, typer.Option(help="folder of the result files")] = RESULTS) -> None:
+    """Measure what a table of frequencies reaches on each task, beside the results."""
+    from .baselines import write
+
+    typer.echo(write(results))
 
 
 @app.command()

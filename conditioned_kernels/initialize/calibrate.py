@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from .. import _validate
 from ..heads.discover import AttentionLayer, Where
 from ..heads.layout import LayoutFunction
-from ..heads.mechanics import attention_heads
-from ..heads.wrappers import quiet_parametrizations
-from .apply import Target, _check, _restorer, _untie, _write, as_blocks, locate, measure, resolve, write_all
+from ..heads.mechanics import attention_heads, own_labels
 from .gain_search import best_gains, geometric_mean
 from .init_report import InitReport
+from .measure import measure
+from .scope import Scope, locate, weights_of
+from .target import Target, resolve
+from .writing import undone_on_error, untie, writable, writing
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,14 +87,15 @@ def calibrate_gain(
     rtol: float = 1e-2,
     where: Where | None = None,
     layouts: Mapping[type[nn.Module], LayoutFunction] | None = None,
+    strict: bool = False,
     include_frozen: bool = False,
     overwrite: bool = False,
 ) -> CalibrationReport:
     """Multiply W_Q and W_K (and W_V) of every layer by the gains that minimize its exact kappa(J) on ``batch``.
 
     One forward of ``model`` in evaluation mode. Each attention layer is calibrated when the forward reaches it, so a
-    later layer sees its input as the calibrated earlier layers make it. The weights are written together at the end;
-    if anything fails, the model stays bit-identical.
+    later layer sees its input as the calibrated earlier layers make it. If anything fails, the model is bit-identical
+    to what it was.
 
     Parameters
     ----------
@@ -102,8 +105,8 @@ def calibrate_gain(
     samples, tokens, heads : the part of the batch and the heads that kappa(J) is measured on, as in
         :func:`conditioned_kernels.heads.attention_heads`.
     rtol : relative accuracy of the gains.
-    where, layouts, include_frozen, overwrite : as in :func:`conditioned_`; weights loaded from a checkpoint are refused
-        unless ``overwrite``.
+    where, layouts, strict, include_frozen, overwrite : as in :func:`conditioned_`; weights loaded from a checkpoint are
+        refused unless ``overwrite``.
 
     Returns
     -------
@@ -127,63 +130,50 @@ def calibrate_gain(
     *Cost.* one forward, and about 120 exact kappa(J) (140 with W_V) per layer, of samples * heads problems with
     tokens * head_dim rows.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not roles or set(roles) - set("qkv") or len(set(roles)) < len(roles):
         raise ValueError(f"roles must be letters of 'qkv', each once, got {roles!r}")
     rtol = _validate.positive(rtol, "rtol")
     args, kwargs = _arguments(batch)
-    with torch.inference_mode(False), torch.no_grad(), quiet_parametrizations(model):
-        found = locate(model, where=where, layouts=layouts, strict=False)
-        targets = resolve(found)
-        for target in targets:
-            _check(target, include_frozen=include_frozen, overwrite=overwrite)
-            if target.piece is not None:
-                raise ValueError(
-                    f"{target.name} is sharded, and kappa(J) needs whole heads; calibrate before sharding, and pass "
-                    "the gains found there as numbers"
-                )
-        targets, tied = _untie(targets)
+    with weights_of(model):
+        found, targets = writable(model, Scope(where, layouts, strict, include_frozen, overwrite))
+        if sharded := [target.name for target in targets if target.piece is not None]:
+            raise ValueError(
+                f"{sharded[0]} is sharded, and kappa(J) needs whole heads; calibrate before sharding, and pass the "
+                "gains found there as numbers"
+            )
+        targets, tied = untie(model, found, targets)
         by_layer: dict[str, list[Target]] = {}
         for target in targets:
-            if target.projection.role in tuple(roles):
+            if target.projection.role in tuple(roles) and _own(target):
                 by_layer.setdefault(target.layer.name, []).append(target)
         done: dict[str, LayerCalibration] = {}
-        undo: list[Callable[[], None]] = []
+        with writing("calibrated") as write, _evaluating(model), ExitStack() as stack:
 
-        def calibrate(layer: AttentionLayer, args: tuple, kwargs: dict[str, Any]) -> None:
-            if layer.name in done:
-                return
-            problem = attention_heads(layer, args, kwargs, samples=samples, tokens=tokens, heads=heads)
-            gains, before, after, evaluations = best_gains(problem, roles, rtol)
-            for target in by_layer[layer.name]:
-                undo.append(_restorer(target))
-                _write(target, as_blocks(target, _scaled(target.heads, gains[target.projection.role])))
-            done[layer.name] = LayerCalibration(layer.name, gains, before, after, evaluations)
+            def calibrate(layer: AttentionLayer, args: tuple, kwargs: dict[str, Any]) -> None:
+                if layer.name in done:
+                    return
+                problem = attention_heads(layer, args, kwargs, samples=samples, tokens=tokens, heads=heads)
+                gains, before, after, evaluations = best_gains(problem, roles, rtol)
+                for target in by_layer[layer.name]:
+                    scaled = target.heads.double() * gains[target.projection.role]
+                    write(target, [(range(target.count), scaled.to(target.dtype))])
+                done[layer.name] = LayerCalibration(layer.name, gains, before, after, evaluations)
 
-        try:
-            with _evaluating(model), ExitStack() as stack:
-                for layer in found.layers:
-                    if layer.name in by_layer:
-                        stack.enter_context(_before(layer, calibrate))
-                model(*args, **kwargs)
-        finally:
-            for restore in reversed(undo):
-                restore()
-        if not done:
-            raise RuntimeError("the model's forward on this batch called no attention layer, so nothing was calibrated")
-        writes = [
-            (target, as_blocks(target, _scaled(target.heads, entry.gains[target.projection.role])))
-            for name, entry in done.items()
-            for target in by_layer[name]
-        ]
-        write_all(writes, "calibrated")
+            for layer in found.layers:
+                if layer.name in by_layer:
+                    stack.enter_context(_before(layer, calibrate))
+            model(*args, **kwargs)
+            if not done:
+                raise RuntimeError(
+                    "the model's forward on this batch called no attention layer, so nothing was calibrated"
+                )
     missed = [(name, "not called by the forward") for name in by_layer if name not in done]
     return CalibrationReport(tuple(done.values()), (*found.skipped, *found.unknown, *tied, *missed))
 
 
-def _scaled(heads: Tensor, gain: float) -> Tensor:
-    return (heads.double() * gain).to(heads.dtype)
+def _own(target: Target) -> bool:
+    """Whether the layer's Jacobian is with respect to these rows; a shared rotary key or a latent is held fixed."""
+    return target.projection.label in own_labels(target.layer.family)
 
 
 def _arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
@@ -221,36 +211,21 @@ def _before(layer: AttentionLayer, call: Callable[[AttentionLayer, tuple, dict[s
         hook.remove()
 
 
-@contextmanager
-def undone_on_error(targets: Sequence[Target]) -> Iterator[None]:
-    """Whatever is written to ``targets`` inside is taken back if an error leaves the block, marks included."""
-    restorers = [_restorer(target) for target in targets]
-    weights = [target.weight for target in targets]
-    attributes = [dict(weight.__dict__) for weight in weights]
-    try:
-        yield
-    except BaseException:
-        for restore in restorers:
-            restore()
-        for weight, before in zip(weights, attributes, strict=True):
-            weight.__dict__.clear()
-            weight.__dict__.update(before)
-        raise
-
-
 def conditioned_then_calibrated(
-    model: nn.Module, condition: Callable[[], InitReport], calibrate: Callable[[], CalibrationReport], **where: Any
+    model: nn.Module, scope: Scope, condition: Callable[[], InitReport], calibrate: Callable[[], CalibrationReport]
 ) -> InitReport:
     """Both as one step: if either fails, the model is as it was. The report is measured after both."""
-    with torch.inference_mode(False), torch.no_grad(), quiet_parametrizations(model):
-        targets = {(target.name, target.projection.label): target for target in resolve(locate(model, **where))}
-        with undone_on_error(list(targets.values())):
+    with weights_of(model):
+        targets = {target.key: target for target in resolve(locate(model, scope))}
+        with undone_on_error() as guard:
+            for target in targets.values():
+                guard(target)
             made = condition()
             calibration = calibrate()
         gains = {entry.layer: entry.gains for entry in calibration.layers}
         touched = []
         for entry in made.touched:
             target = targets[entry.parameter, entry.label]
-            factor = gains.get(entry.layer, {}).get(entry.role, 1.0)
+            factor = gains.get(entry.layer, {}).get(entry.role, 1.0) if _own(target) else 1.0
             touched.append(measure(target, target.heads, made=entry.made, gain=entry.gain * factor))
     return replace(made, touched=tuple(touched), calibration=calibration)

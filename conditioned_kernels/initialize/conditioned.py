@@ -14,9 +14,11 @@ from ..heads.discover import Where
 from ..heads.layout import LATENT, ROLES, LayoutFunction
 from ..orthogonalize import grouped, identity_together_, semi_orthogonal, semi_orthogonal_together_
 from ..sampling import resolve_seed
-from .apply import Draw, Target, apply_scheme, named_errors
+from .apply import Draw, Scheme, named_errors
 from .calibrate import calibrate_gain, conditioned_then_calibrated
 from .init_report import InitReport
+from .scope import Scope
+from .target import Target
 
 Gain = float | Literal["unit", "preserve", "calibrated"]
 MADE = {"semi_orthogonal": "semi-orthogonal"}
@@ -101,6 +103,7 @@ def conditioned_(
     float16, 2e-3 in bfloat16 for heads of 768 x 64); W_V is exact. *Cost.* about 10 in_features head_dim^2 flops and
     one write per head, and a second copy of the Q, K and V weights while it runs.
     """
+    scope = Scope(where, layouts, strict, include_frozen, overwrite)
     gains = _gains(gain)
     _validate.choice(value, "value", VALUES)
     seed = resolve_seed(seed, generator)
@@ -108,14 +111,11 @@ def conditioned_(
         if calibration is None:
             raise ValueError("gain='calibrated' needs a batch of the model's inputs: pass calibration=")
         fixed = {role: "unit" if role in moving else size for role, size in gains.items() if role != "kv"}
-        writable: dict[str, Any] = {"include_frozen": include_frozen, "overwrite": overwrite}
-        found: dict[str, Any] = {"where": where, "layouts": layouts}
         return conditioned_then_calibrated(
             model,
-            lambda: conditioned_(model, seed=seed, gain=fixed, value=value, strict=strict, **found, **writable),
-            lambda: calibrate_gain(model, calibration, roles=moving, **found, **writable),
-            strict=strict,
-            **found,
+            scope,
+            lambda: conditioned_(model, seed=seed, gain=fixed, value=value, **vars(scope)),
+            lambda: calibrate_gain(model, calibration, roles=moving, **vars(scope)),
         )
 
     sizes: dict[tuple[str, str], float] = {}
@@ -140,35 +140,13 @@ def conditioned_(
         if target.key in made:
             return Draw(made.pop(target.key), MADE.get(kind, f"identity, {kind}"), size)
         with named_errors(target):
-            work = torch.float64 if target.dtype == torch.float64 else torch.float32
             if kind == "semi_orthogonal":
-                new = semi_orthogonal(
-                    target.drawn_shape,
-                    seed=seed,
-                    key=target.name,
-                    role=target.stream_role,
-                    first=target.chunk.start,
-                    gain=size,
-                    dtype=work,
-                    device=target.device,
-                )
-                return Draw(new, MADE[kind], size)
+                return Draw(semi_orthogonal_heads(target, seed, target.stream_role, size), MADE[kind], size)
             new = torch.empty(target.drawn_shape, dtype=target.dtype, device=target.device)
             new = identity_heads(new, size, block=kind == "block", first=target.chunk.start)
             return Draw(new, f"identity, {kind}", size)
 
-    return apply_scheme(
-        model,
-        draw,
-        scheme="conditioned",
-        seed=seed,
-        where=where,
-        layouts=layouts,
-        strict=strict,
-        include_frozen=include_frozen,
-        overwrite=overwrite,
-        prepare=prepare,
-    )
+    return Scheme("conditioned", seed, draw, prepare).apply(model, scope)
 
 
 def _make_together(targets: list[Target], kind: str, sizes: list[float], seed: int) -> dict[tuple[str, str], Tensor]:
@@ -184,6 +162,20 @@ def _make_together(targets: list[Target], kind: str, sizes: list[float], seed: i
             identity_together_(new, [size for _, size in here], block=kind == "block")
         made.update((target.key, tensor) for (target, _), tensor in zip(here, new, strict=True))
     return made
+
+
+def semi_orthogonal_heads(target: Target, seed: int, role: str, gain: float = 1.0) -> Tensor:
+    """What the target's stream has for the heads of its chunk, in the stream's role ``role``."""
+    return semi_orthogonal(
+        target.drawn_shape,
+        seed=seed,
+        key=target.name,
+        role=role,
+        first=target.chunk.start,
+        gain=gain,
+        dtype=target.work,
+        device=target.device,
+    )
 
 
 def identity_heads(like: Tensor, gain: float = 1.0, *, block: bool = True, first: int = 0) -> Tensor:

@@ -11,11 +11,12 @@ from torch import nn
 
 from ..heads.discover import Where
 from ..heads.layout import LayoutFunction
-from .apply import Draw, apply_scheme
+from .apply import Draw, Scheme
 from .conditioned import conditioned_
 from .init_report import InitReport
 from .mimetic import mimetic_
 from .random import KINDS, random_
+from .scope import Scope
 from .spectral_conditioning import spectral_conditioning
 from .weight_selection import weight_selection_
 
@@ -34,17 +35,8 @@ def default_(
 
     The model is checked as the other schemes check it, and the report lists every projection as skipped.
     """
-    return apply_scheme(
-        model,
-        lambda _: Draw(None, "as the model's own initialization made it"),
-        scheme="default",
-        seed=seed,
-        where=where,
-        layouts=layouts,
-        strict=strict,
-        include_frozen=include_frozen,
-        overwrite=overwrite,
-    )
+    scheme = Scheme("default", seed, lambda _: Draw(None, "as the model's own initialization made it"))
+    return scheme.apply(model, Scope(where, layouts, strict, include_frozen, overwrite))
 
 
 SCHEMES: dict[str, Callable[..., InitReport]] = {
@@ -78,8 +70,8 @@ def initialize_(model: nn.Module, scheme: str = "conditioned", **options: Any) -
     Raises
     ------
     ValueError, TypeError
-        for an unknown scheme or option, with those that exist; and what the scheme's function raises. The model is
-        then bit-identical.
+        for an unknown scheme or option, with those that exist; for a missing one; and what the scheme's function
+        raises. The model is then bit-identical.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"scheme must be one of {', '.join(map(repr, SCHEMES))}, got {scheme!r}")
@@ -88,7 +80,14 @@ def initialize_(model: nn.Module, scheme: str = "conditioned", **options: Any) -
         raise TypeError(
             f"scheme {scheme!r} has no option {', '.join(map(repr, unknown))}; it has {', '.join(map(repr, known))}"
         )
+    if missing := sorted(_needed(scheme) - set(options)):
+        raise TypeError(f"scheme {scheme!r} needs the option {', '.join(map(repr, missing))}")
     return SCHEMES[scheme](model, **options)
+
+
+def _needed(scheme: str) -> set[str]:
+    parameters = inspect.signature(SCHEMES[scheme]).parameters.values()
+    return {each.name for each in parameters if each.default is each.empty and each.name != "model"}
 
 
 def options_of(scheme: str) -> tuple[str, ...]:

@@ -32,12 +32,14 @@ class Deferred:
     ----------
     layers : names of the attention layers that it is for.
     skipped : (name, reason) of layers that it leaves out.
-    run : runs it on the layers of a model that ``where`` keeps.
+    run : runs it on the layers of a model that ``where`` keeps; with None, on those that it was called for.
+    whole : it writes beside the attention layers too, so it runs once for all of them.
     """
 
     layers: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...]
-    run: Callable[[nn.Module, Where], InitReport]
+    run: Callable[[nn.Module, Where | None], InitReport]
+    whole: bool = False
 
 
 def defer(model: nn.Module, deferred: Deferred) -> None:
@@ -98,8 +100,9 @@ def materialize_(
         for block in parts:
             fill(model, block, device, init=init, seed=seed, made=made)
         # Only now, since a model's own rule may be one for all of it, called last.
-        for block in parts:
-            reports += run_deferred(noted, block)
+        for module, notes in noted:
+            for deferred in notes:
+                reports += run_deferred(module, deferred, parts)
     except BaseException:
         for module, notes in noted:
             for deferred in notes:
@@ -131,6 +134,7 @@ def joined(reports: list[InitReport], skipped: Iterable[tuple[str, str]] = ()) -
             )
         ),
         unknown=tuple(dict.fromkeys(entry for report in reports for entry in report.unknown)),
+        others=tuple(dict.fromkeys(entry for report in reports for entry in report.others)),
     )
 
 
@@ -168,15 +172,16 @@ def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Modu
     yield name, module
 
 
-def run_deferred(noted: Iterable[tuple[nn.Module, list[Deferred]]], block: Block) -> list[InitReport]:
-    """Run the schemes noted on modules on the attention layers that lie in the block."""
-    members = {module for _, module in block.modules}
+def run_deferred(module: nn.Module, deferred: Deferred, parts: list[Block]) -> list[InitReport]:
+    """Run a scheme noted on a module, on the attention layers of one block after the other where it can."""
+    if deferred.whole:
+        return [deferred.run(module, None)]
+    named = list(named_modules(module))
     reports = []
-    for module, notes in noted:
-        for deferred in notes:
-            wanted = {name for name, layer in named_modules(module) if layer in members} & set(deferred.layers)
-            if wanted:
-                reports.append(deferred.run(module, _named(wanted)))
+    for block in parts:
+        members = {each for _, each in block.modules}
+        if wanted := {name for name, each in named if each in members} & set(deferred.layers):
+            reports.append(deferred.run(module, _named(wanted)))
     return reports
 
 

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from ..heads.discover import AttentionLayer, Discovery, Where
 from ..heads.layout import OUTPUT, POSITION, LayoutFunction
 from ..sampling import philox_normal, resolve_seed, stream_key
-from .apply import WHOLE, Draw, Target, apply_scheme, named_errors, resolve
+from .apply import Draw, Scheme, named_errors
 from .init_report import InitReport
 from .positions import position_targets, sinusoids
+from .scope import Scope
+from .target import WHOLE, Target, resolve
 
 EXACT = 1024
 """Widest matrix whose Gram matrix is decomposed whole (0.1 s at 768 on one core); wider ones by block Krylov."""
@@ -97,7 +99,7 @@ def mimetic_(
     layers: dict[int, dict[str, Target]] = {}
     made: dict[tuple[str, str], Draw] = {}
 
-    def choose(found: Discovery) -> list[Target]:
+    def choose(model: nn.Module, found: Discovery) -> list[Target]:
         for layer in found.layers:
             _check(layer, vo=vo is not None)
         tables = [] if positions is None else position_targets(model, positions)
@@ -123,19 +125,8 @@ def mimetic_(
                 made[layer["v.global"].key] = made[layer["v"].key]
         return made[target.key]
 
-    return apply_scheme(
-        model,
-        draw,
-        scheme="mimetic",
-        seed=seed,
-        where=where,
-        layouts=layouts,
-        strict=strict,
-        include_frozen=include_frozen,
-        overwrite=overwrite,
-        prepare=prepare,
-        choose=choose,
-    )
+    scope = Scope(where, layouts, strict, include_frozen, overwrite)
+    return Scheme("mimetic", seed, draw, prepare, choose, whole=positions is not None).apply(model, scope)
 
 
 def _scales(pair: Pair | None, name: str) -> Pair | None:
@@ -188,7 +179,7 @@ def _draw_pair(
 
 def _query_key(query: Target, key: Target, scales: Pair, seed: int) -> tuple[Tensor, Tensor]:
     rows, group = query.shape[-2], _group(query, key)
-    new_query, new_key = (torch.empty(x.count, *x.shape[-2:], dtype=_work(x), device=x.device) for x in (query, key))
+    new_query, new_key = (torch.empty(x.count, *x.shape[-2:], dtype=x.work, device=x.device) for x in (query, key))
     for head in range(key.count):
         mine = range(head * group, (head + 1) * group)
         stacked = torch.cat(list(product_targets(query, mine, (query.shape[-1], key.shape[-1]), scales, seed)))
@@ -213,7 +204,7 @@ def product_targets(target: Target, heads: range, shape: tuple[int, int], scales
     for head in heads:
         key = stream_key(seed, target.name, f"mimetic/{target.stream_role}")
         samples = philox_normal(key, range(head, head + 1), range(math.prod(shape)), device=target.device)
-        whole = samples.view(shape).to(_work(target)).mul_(scales[0] / math.sqrt(max(shape)))
+        whole = samples.view(shape).to(target.work).mul_(scales[0] / math.sqrt(max(shape)))
         whole.diagonal().add_(scales[1])
         yield whole
 
@@ -263,11 +254,6 @@ def _right_vectors(whole: Tensor, rank: int, key: int) -> tuple[Tensor, Tensor]:
     return space @ rotation, inside @ rotation
 
 
-def flat_heads(heads: Tensor) -> Tensor:
-    """(heads, rows, cols), whatever axes the heads have."""
-    return heads.reshape(-1, *heads.shape[-2:])
-
-
 def _group(wide: Target, shared: Target) -> int:
     """Query heads per K/V head."""
     if wide.shape[-2] != shared.shape[-2] or wide.count % shared.count:
@@ -276,7 +262,3 @@ def _group(wide: Target, shared: Target) -> int:
             f"{shared.shape[-2]} rows evenly"
         )
     return wide.count // shared.count
-
-
-def _work(target: Target) -> torch.dtype:
-    return torch.float64 if target.dtype == torch.float64 else torch.float32

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..heads.discover import AttentionLayer, named_modules
 from ..heads.layout import Projection
 from ..heads.wrappers import unwrap
-from .apply import WHOLE, Target
+from .target import WHOLE, Target
 
 TABLES = {
     "pos_embed": "timm's vision transformers",

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 
 from .. import _validate
 from ..heads.discover import Where
 from ..heads.layout import LayoutFunction
-from ..orthogonalize import semi_orthogonal
 from ..sampling import philox_normal, stream_key
-from .apply import Draw, Target, apply_scheme
+from .apply import Draw, Scheme
+from .conditioned import semi_orthogonal_heads
 from .init_report import InitReport
+from .scope import Scope
+from .target import Target
 
 KINDS = ("trunc_normal", "xavier", "kaiming", "orthogonal")
 
@@ -60,18 +61,8 @@ def random_(
     def draw(target: Target) -> Draw:
         rows, cols = target.shape[-2:]
         role = f"{kind}/{target.stream_role}"
-        work = torch.float64 if target.dtype == torch.float64 else torch.float32
         if kind == "orthogonal":
-            new = semi_orthogonal(
-                target.drawn_shape,
-                seed=seed,
-                key=target.name,
-                role=role,
-                first=target.chunk.start,
-                dtype=work,
-                device=target.device,
-            )
-            return Draw(new, "semi-orthogonal", 1.0)
+            return Draw(semi_orthogonal_heads(target, seed, role), "semi-orthogonal", 1.0)
         scale = {
             "trunc_normal": std,
             "xavier": math.sqrt(2 / (cols + target.count * rows)),
@@ -79,16 +70,7 @@ def random_(
         }[kind]
         key = stream_key(seed, target.name, role)
         samples = philox_normal(key, target.chunk, range(rows * cols), device=target.device)
-        return Draw(samples.view(target.drawn_shape).to(work).mul_(scale), f"{kind}, std {scale:.4g}")
+        return Draw(samples.view(target.drawn_shape).to(target.work).mul_(scale), f"{kind}, std {scale:.4g}")
 
-    return apply_scheme(
-        model,
-        draw,
-        scheme=f"random, {kind}",
-        seed=seed,
-        where=where,
-        layouts=layouts,
-        strict=strict,
-        include_frozen=include_frozen,
-        overwrite=overwrite,
-    )
+    scope = Scope(where, layouts, strict, include_frozen, overwrite)
+    return Scheme(f"random, {kind}", seed, draw).apply(model, scope)

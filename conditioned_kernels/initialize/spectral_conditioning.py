@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .. import _validate
-from ..heads.discover import Where
+from ..heads.discover import Discovery, Where
 from ..heads.layout import LayoutFunction, View
-from ..heads.wrappers import quiet_parametrizations
-from .apply import Target, _check, locate, measure, resolve
 from .conditioned import identity_heads
 from .init_report import InitReport
+from .measure import measure
+from .scope import Scope, weights_of
+from .target import Target, resolve
+from .writing import writable
 
 FORMS = ("block", "repeat")
 
@@ -92,14 +94,14 @@ def spectral_conditioning(
     _validate.choice(form, "form", FORMS)
     if not roles or set(roles) - set("qkv"):
         raise ValueError(f"roles must be some of 'q', 'k' and 'v' in one string, got {roles!r}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    with torch.inference_mode(False), torch.no_grad(), quiet_parametrizations(model):
-        found = locate(model, where=where, layouts=layouts, strict=strict)
-        targets = [target for target in resolve(found) if set(target.projection.role) & set(roles)]
+
+    def choose(_: nn.Module, found: Discovery) -> list[Target]:
+        return [target for target in resolve(found) if set(target.projection.role) & set(roles)]
+
+    with weights_of(model):
+        found, targets = writable(model, Scope(where, layouts, strict, include_frozen, overwrite), choose)
         groups: dict[tuple[nn.Module, str], list[Target]] = {}
         for target in targets:
-            _check(target, include_frozen=include_frozen, overwrite=overwrite)
             groups.setdefault((target.owner, target.attribute), []).append(target)
         _check_free(groups)
         attached: list[tuple[nn.Module, str]] = []

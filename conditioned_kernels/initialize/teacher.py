@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from .. import architectures
+from ..checkpoint import Checkpoint
 from ..heads.discover import AttentionLayer, find_attention, named_modules
 from ..heads.layout import LayoutFunction, Projection
 from ..heads.wrappers import quiet_parametrizations, unwrap
-from .apply import WHOLE, Target
 from .selection import aligned_prefix, renamed
+from .target import WHOLE, Target
 
 STATISTICS = ("running_mean", "running_var")
 """Buffers that are learned, as opposed to those that follow from a model's shape."""
@@ -79,35 +81,23 @@ def open_teacher(
                 "teacher is a state dict, which does not say how many heads it has: give its architecture as like=, a "
                 'module (the meta device will do) or a name such as "transformers:bert" with config='
             )
-        with _tensors(_architecture(like, config), dict(teacher), layouts, lambda name: teacher[name]) as opened:
+        known = like if isinstance(like, nn.Module) else architectures.build(like, config=config, device="meta")
+        with _tensors(known, dict(teacher), layouts, lambda name: teacher[name]) as opened:
             yield opened
     elif isinstance(teacher, str | Path):
-        from ..checkpoint import Checkpoint
-
         with Checkpoint(teacher) as file:
-            if like is None and (config or file.config) is None:
+            model = like if isinstance(like, nn.Module) else architectures.of_checkpoint(like, config, file.config)
+            if model is None:
                 raise ValueError(
                     f"{teacher} does not say what model it is of, and no config.json lies beside it; give its "
                     "architecture as like= or config="
                 )
-            model = _architecture(like, config or file.config)
             with _tensors(model, file.entries, layouts, file.tensor) as opened:
                 yield opened
     else:
         raise TypeError(
             f"teacher must be a torch.nn.Module, a state dict, or a file or folder, got {type(teacher).__name__}"
         )
-
-
-def _architecture(like: nn.Module | str | None, config: str | Path | None) -> nn.Module:
-    from .. import architectures
-
-    if isinstance(like, nn.Module):
-        return like
-    if like is not None:
-        return architectures.build(like, config=config, device="meta")
-    with torch.device("meta"):
-        return architectures.from_config(architectures.transformers_config(None, config))
 
 
 @contextmanager

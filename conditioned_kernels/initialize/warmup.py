@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 
 from ..heads.discover import Where
 from ..heads.layout import LayoutFunction
 from ..orthogonalize import warmup as warmup_heads
-from .apply import locate, resolve
+from .scope import Scope, locate, weights_of
+from .target import resolve
 
 
 def warmup(
@@ -34,6 +34,6 @@ def warmup(
     -------
     How many kinds of heads were compiled for; 0 where no weight is served by the Triton backend.
     """
-    with torch.inference_mode(False), torch.no_grad():
-        targets = resolve(locate(model, where=where, layouts=layouts, strict=False))
+    with weights_of(model):
+        targets = resolve(locate(model, Scope(where, layouts, strict=False)))
         return warmup_heads([target.heads for target in targets], method=method)

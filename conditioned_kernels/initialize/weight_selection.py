@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,12 @@ from ..heads.discover import AttentionLayer, Discovery
 from ..heads.layout import LATENT, OUTPUT, HeadView, LayoutFunction, Projection
 from ..heads.wrappers import full_name
 from ..sampling import resolve_seed
-from .apply import Draw, Target, apply_scheme, resolve
+from .apply import Draw, Scheme
 from .init_report import InitReport
 from .positions import TABLES
+from .scope import Scope
 from .selection import ELEMENTS, LAYERS, Selection, aligned_prefix, layer_name, renamed, stack_sizes
+from .target import Target, resolve
 from .teacher import Teacher, open_teacher, whole_targets
 
 
@@ -128,31 +131,25 @@ def weight_selection_(
     if isinstance(leave, str) or not all(isinstance(each, str) for each in leave):
         raise TypeError(f"leave must be a sequence of names' beginnings, such as ('head.',), got {leave!r}")
     seed = resolve_seed(seed, generator)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     plan: dict[tuple[str, str], tuple[str, Callable[[], Tensor]]] = {}
+    opened: list[Teacher] = []
 
-    with open_teacher(teacher, like=like, config=config, layouts=layouts) as source:
+    @contextmanager
+    def source() -> Iterator[None]:
+        with open_teacher(teacher, like=like, config=config, layouts=layouts) as found:
+            opened[:] = [found]
+            yield
 
-        def choose(found: Discovery) -> list[Target]:
-            return _Choice(model, found, source, Selection(elements, seed), layers, tuple(leave)).targets(plan)
+    def choose(model: nn.Module, found: Discovery) -> list[Target]:
+        return _Choice(model, found, opened[0], Selection(elements, seed), layers, tuple(leave)).targets(plan)
 
-        def draw(target: Target) -> Draw:
-            name, values = plan[target.name, target.stream_role]
-            return Draw(values(), f"{elements} elements of {name}")
+    def draw(target: Target) -> Draw:
+        name, values = plan[target.name, target.stream_role]
+        return Draw(values(), f"{elements} elements of {name}")
 
-        return apply_scheme(
-            model,
-            draw,
-            scheme=f"weight selection, {layers} layers, {elements} elements",
-            seed=seed,
-            where=None,
-            layouts=layouts,
-            strict=strict,
-            include_frozen=include_frozen,
-            overwrite=overwrite,
-            choose=choose,
-        )
+    name = f"weight selection, {layers} layers, {elements} elements"
+    scope = Scope(None, layouts, strict, include_frozen, overwrite)
+    return Scheme(name, seed, draw, choose=choose, source=source, whole=True).apply(model, scope)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from .. import _validate
 from ..monitor.records import FIELDS, Record
@@ -18,41 +20,79 @@ _KINDS = {field.name: str(field.type) for field in fields(Record)}
 
 
 class _TextSink:
-    """Writes records to a text file as they come; what was written survives a crash of the process."""
+    """Appends records to a text file, which is opened for every write and holds nothing but whole records then.
+
+    So what was written survives a crash of the process, a sink goes on after ``close``, as it must when a trainer fits
+    twice, and a file that was moved away meanwhile is begun again.
+    """
+
+    _start = _header = ""
 
     def __init__(self, path: str | Path, *, exist: str = "error") -> None:
         """``exist`` says what happens to an existing file: "error", "replace" or "append"."""
-        mode = {"error": "x", "replace": "w", "append": "a"}[_validate.choice(exist, "exist", _EXIST)]
-        self.path = Path(path)
-        self._file: IO[str] = open(self.path, mode, encoding="utf-8", newline="")  # noqa: SIM115
+        mode = {"error": "xb", "replace": "wb", "append": "ab"}[_validate.choice(exist, "exist", _EXIST)]
+        self.path = Path(path).absolute()
+        with open(self.path, mode):
+            pass
+        data = self.path.read_bytes()
+        if not self._start.encode().startswith(data[: len(self._start)]):
+            raise ValueError(
+                f"{path} does not begin with {self._start.strip()!r}, as a file of {type(self).__name__} does, so "
+                "nothing is appended to it; give another path"
+            )
+        # A killed run leaves a record cut short, and what is appended to it could not be read.
+        os.truncate(self.path, self._complete(data))
+
+    def write(self, records: Sequence[Record]) -> None:
+        with open(self.path, "ab") as file:
+            # In one piece, so that lines of other processes cannot fall into it.
+            file.write(((self._header if file.tell() == 0 else "") + self._text(records)).encode())
 
     def close(self) -> None:
-        self._file.close()
+        """Nothing: the file is closed after every write."""
+
+    def _text(self, records: Sequence[Record]) -> str:
+        raise NotImplementedError
+
+    @staticmethod
+    def _complete(data: bytes) -> int:
+        """Bytes of ``data`` up to the end of its last whole record."""
+        return data.rfind(b"\n") + 1
 
 
 _EXIST = ("error", "replace", "append")
 
 
 class JsonlSink(_TextSink):
-    """One JSON object per record and line; fields at their default are left out, inf is the string "inf"."""
+    """One JSON object per record and line; NaN and fields at their default are left out, inf is the string "inf"."""
 
-    def write(self, records: Sequence[Record]) -> None:
-        self._file.writelines(json.dumps(_compact(record)) + "\n" for record in records)
-        self._file.flush()
+    _start = f'{{"{FIELDS[0]}": '
+
+    def _text(self, records: Sequence[Record]) -> str:
+        return "".join(json.dumps(_compact(record), allow_nan=False) + "\n" for record in records)
 
 
 class CsvSink(_TextSink):
     """One line per record under a header; the values of a spectrum are separated by spaces."""
 
-    def write(self, records: Sequence[Record]) -> None:
-        writer = csv.writer(self._file)
-        if self._file.tell() == 0:
-            writer.writerow(FIELDS)
+    _start = _header = ",".join(FIELDS) + "\r\n"
+
+    def _text(self, records: Sequence[Record]) -> str:
+        text = io.StringIO(newline="")
+        writer = csv.writer(text)
         for record in records:
             row = [getattr(record, name) for name in FIELDS]
             row[-1] = " ".join(map(repr, record.spectrum))
             writer.writerow(row)
-        self._file.flush()
+        return text.getvalue()
+
+    @staticmethod
+    def _complete(data: bytes) -> int:
+        """A line feed between quotes ends no record."""
+        end = len(data)
+        while (end := data.rfind(b"\n", 0, end)) >= 0 and data.count(b'"', 0, end) % 2:
+            pass
+        return end + 1
 
 
 class ParquetSink:
@@ -72,6 +112,8 @@ class ParquetSink:
         self._writer = pyarrow.parquet.ParquetWriter(self.path, self._schema)
 
     def write(self, records: Sequence[Record]) -> None:
+        if not self._writer.is_open:
+            raise ValueError(f"{self.path} is complete: a Parquet file cannot be continued, so give every run its own")
         columns = [[getattr(record, name) for record in records] for name in FIELDS]
         self._writer.write_table(
             self._pyarrow.Table.from_arrays(list(map(self._array, columns, self._schema)), schema=self._schema)
@@ -112,38 +154,43 @@ def read_records(path: str | Path) -> list[Record]:
 
 
 def _compact(record: Record) -> dict[str, Any]:
+    """Fields that are neither at their default nor NaN, without the numbers that JSON lacks."""
     row = {}
     for name in FIELDS:
         value = getattr(record, name)
         if value == _DEFAULTS.get(name, MISSING) or value != value:
             continue
-        row[name] = str(value) if value in (math.inf, -math.inf) else value
+        row[name] = [_jsonable(each) for each in value] if isinstance(value, tuple) else _jsonable(value)
     return row
 
 
+def _jsonable(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _whole(path: Path, kind: type[_TextSink]) -> str:
+    data = path.read_bytes()
+    return data[: kind._complete(data)].decode("utf-8")
+
+
 def _read_jsonl(path: Path) -> Iterator[Record]:
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_whole(path, JsonlSink).split("\n"), 1):
         if not line:
             continue
         try:
             yield _record(json.loads(line))
         except (ValueError, TypeError, AttributeError) as error:
-            if number == len(lines):
-                return  # no line feed after it
             raise ValueError(f"{path}, line {number}: not a record ({error})") from error
 
 
 def _read_csv(path: Path) -> Iterator[Record]:
-    with open(path, encoding="utf-8", newline="") as file:
-        text = file.read()
-    whole = text[: text.rfind("\n") + 1]
-    for number, row in enumerate(csv.DictReader(whole.splitlines(keepends=True)), 2):
+    reader = csv.DictReader(io.StringIO(_whole(path, CsvSink), newline=""))
+    for row in reader:
         try:
-            row["spectrum"] = tuple(row.get("spectrum", "").split())
+            row["spectrum"] = (row.get("spectrum") or "").split()  # type: ignore[assignment]
             yield _record(row)
         except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number}: not a record ({error})") from error
+            raise ValueError(f"{path}, line {reader.line_num}: not a record ({error})") from error
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 try:
@@ -11,41 +10,20 @@ except ModuleNotFoundError:
     # The same library under its older name.
     from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
 
-from ..monitor import ConditioningMonitor, Sink
+from .callback import MonitorCallback
 
 
-class ConditioningCallback(Callback):
-    """Runs a :class:`~conditioned_kernels.ConditioningMonitor` along with ``Trainer.fit``.
-
-    Parameters
-    ----------
-    sinks : written to by the main process alone.
-    options : keyword arguments of the monitor.
-
-    Attributes
-    ----------
-    monitor : of the current or last fit; None before the first.
-    """
-
-    def __init__(self, *, sinks: Sequence[Sink] = (), **options: Any) -> None:
-        self.monitor: ConditioningMonitor | None = None
-        self._sinks, self._options = tuple(sinks), options
+class ConditioningCallback(MonitorCallback, Callback):
+    __doc__ = MonitorCallback.__doc__
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        sinks = self._sinks if trainer.is_global_zero else ()
-        self.monitor = ConditioningMonitor(pl_module, first_step=trainer.global_step, sinks=sinks, **self._options)
+        self._begin(pl_module, trainer.global_step, main=trainer.is_global_zero)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        # With accumulated gradients most batches end without an optimizer step.
-        if self.monitor is not None and trainer.global_step != self.monitor.current_step:
-            self.monitor.step(trainer.global_step)
+        self._step(trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close()
+        self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        if self.monitor is not None:
-            self.monitor.close()
+        self._end(failed=True)

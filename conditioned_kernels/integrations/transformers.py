@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..monitor import ConditioningMonitor, Sink
+from .callback import MonitorCallback
 
 
-class ConditioningCallback(TrainerCallback):
-    """Runs a :class:`~conditioned_kernels.ConditioningMonitor` along with ``Trainer.train``.
-
-    Parameters
-    ----------
-    sinks : written to by the main process alone.
-    options : keyword arguments of the monitor.
-
-    Attributes
-    ----------
-    monitor : of the current or last training run; None before the first.
-    """
-
-    def __init__(self, *, sinks: Sequence[Sink] = (), **options: Any) -> None:
-        self.monitor: ConditioningMonitor | None = None
-        self._sinks, self._options = tuple(sinks), options
+class ConditioningCallback(MonitorCallback, TrainerCallback):
+    __doc__ = MonitorCallback.__doc__
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        sinks = self._sinks if state.is_world_process_zero else ()
-        self.monitor = ConditioningMonitor(kwargs["model"], first_step=state.global_step, sinks=sinks, **self._options)
+        self._begin(kwargs["model"], state.global_step, main=state.is_world_process_zero)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.monitor is not None:
-            self.monitor.step(state.global_step)
+        self._step(state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.monitor is not None:
-            self.monitor.close()
+        self._end()

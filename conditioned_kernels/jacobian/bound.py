@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import _validate
 from ..condition import condition_number
 from ..orthogonalize import orthogonalize
 from .estimate import EXACT_ROWS, jacobian_condition
-from .heads import AttentionHeads, tensors
+from .heads import AttentionHeads, checked, tensors
 from .linear import linearize
 
 FACTORS = ("x", "p", "lambda", "q", "k", "v")
@@ -31,10 +32,12 @@ class JacobianBound:
     kappa_p : of the probabilities, inf where P is singular.
     kappa_lambda : of the softmax derivative, over its non-zero spectrum: every row's Lambda(p) = diag(p) - p p^T has
         the null vector of ones, and one more per masked key. inf where no row sees two keys, since Lambda is 0 there.
+        With a sink p sums to less than 1, and the vector of ones is no null vector.
     kappa_q, kappa_k, kappa_v : of the weights.
     bound : B(J).
     theorem : whether Theorem 3.1 is about this problem: self-attention with a scale and a mask, but without biases,
-        rotation, norms or soft cap. Elsewhere ``bound`` is the same formula and bounds nothing.
+        rotation, norms, soft cap, sink or shared keys, over tokens. Elsewhere ``bound`` is the same formula and bounds
+        nothing.
     """
 
     kappa_x: Tensor
@@ -50,6 +53,7 @@ class JacobianBound:
 
     def without(self, factor: str) -> Tensor:
         """B(J) with one of :data:`FACTORS` set to 1."""
+        _validate.choice(factor, "factor", FACTORS)
         one = torch.ones_like(self.bound)
         replaced = {
             "x": {"kappa_x": one, "kappa_memory": one, "kappa_values": one},
@@ -67,8 +71,9 @@ class LimitingFactor:
 
     Attributes
     ----------
-    code : int64 tensor of the batch shape, an index into :data:`FACTORS`.
-    gain : B(J) divided by B(J) with that factor 1.
+    code : int64 tensor of the batch shape, an index into :data:`FACTORS`; -1 where no single factor would lower it
+        (two are infinite, or B(J) is NaN).
+    gain : B(J) divided by B(J) with that factor 1; 1 or NaN where there is none.
     gains : the same for every factor, by name.
     exact : kappa(J) divided by the exact kappa(J) after the change, for "x", "q", "k" and "v", whose matrix is replaced
         by its polar factor times its root mean square singular value; None where J is too large. P and Lambda cannot be
@@ -81,8 +86,8 @@ class LimitingFactor:
     exact: dict[str, Tensor] | None
 
     def names(self) -> list[str]:
-        """The factors' names of the flattened batch; reads the device."""
-        return [FACTORS[code] for code in self.code.flatten().tolist()]
+        """The factors' names of the flattened batch, "" where there is none; reads the device."""
+        return [(*FACTORS, "")[code] for code in self.code.flatten().tolist()]
 
 
 def jacobian_bound(heads: AttentionHeads) -> JacobianBound:
@@ -98,7 +103,7 @@ def jacobian_bound(heads: AttentionHeads) -> JacobianBound:
     *Cost.* tokens keys (features + head_dim) flops and one small Gram matrix per factor, in float64.
     *Source.* Saratchandran and Lucey, ICLR 2026, Theorem 3.1.
     """
-    shape = heads.shape
+    shape = checked(heads).shape
     with torch.inference_mode(False), torch.no_grad():
         head = linearize(heads)
         p = head.p.expand(*shape, *head.p.shape[-2:])
@@ -111,13 +116,13 @@ def jacobian_bound(heads: AttentionHeads) -> JacobianBound:
             "kappa_memory": kappa_memory,
             "kappa_values": kappa_memory if values is memory else _kappa(values),
             "kappa_p": _kappa(p),
-            "kappa_lambda": softmax_condition(p),
+            "kappa_lambda": softmax_condition(head.p, head.sink),
             **{f"kappa_{role}": _kappa(weight) for role, weight in zip("qkv", heads.weights, strict=True)},
         }
         factors = {name: value.expand(shape) for name, value in factors.items()}
     plain = {id(heads.x), *map(id, heads.weights), id(heads.mask), id(heads.scale)}
     theorem = heads.softcap is None and all(id(each) in plain for each, _ in tensors(heads))
-    theorem = theorem and heads.norm_q is None and heads.norm_k is None
+    theorem = theorem and heads.norm_q is None and heads.norm_k is None and not heads.channels
     return JacobianBound(**factors, bound=_formula(**factors), theorem=theorem)
 
 
@@ -128,14 +133,21 @@ def limiting_factor(problem: AttentionHeads | JacobianBound) -> LimitingFactor:
     kappa(J) is also computed with X, W_Q, W_K and W_V in turn replaced by a matrix with kappa 1 of the same size
     (``exact``); the two rankings often differ, and ``code`` follows the bound.
     """
-    bound = jacobian_bound(problem) if isinstance(problem, AttentionHeads) else problem
-    gains = {name: bound.bound / bound.without(name) for name in FACTORS}
-    # inf / inf: the factor that makes B infinite is not this one.
-    stacked = torch.stack([gain.nan_to_num(1.0, posinf=torch.inf) for gain in gains.values()])
+    bound = problem if isinstance(problem, JacobianBound) else jacobian_bound(problem)
+    # inf / inf is 1: the factor that makes B infinite is not this one.
+    gains = {
+        name: torch.where(
+            bound.bound.isnan(), torch.nan, (bound.bound / bound.without(name)).nan_to_num(1.0, torch.inf)
+        )
+        for name in FACTORS
+    }
+    stacked = torch.stack(list(gains.values()))
+    gain = stacked.amax(0)
+    code = torch.where(gain > 1, stacked.argmax(0), -1)
     exact = None
     if isinstance(problem, AttentionHeads) and problem.rows <= EXACT_ROWS:
         exact = _exact_gains(problem)
-    return LimitingFactor(stacked.argmax(0), stacked.amax(0), gains, exact)
+    return LimitingFactor(code, gain, gains, exact)
 
 
 def _exact_gains(heads: AttentionHeads) -> dict[str, Tensor]:
@@ -177,37 +189,42 @@ def _formula(
     return scores + kappa_values * kappa_p
 
 
-def softmax_condition(p: Tensor) -> Tensor:
+def softmax_condition(p: Tensor, sink: Tensor | None = None) -> Tensor:
     """kappa of the block-diagonal matrix of all rows' diag(p) - p p^T, over its non-zero spectrum, (...).
 
     With sum(p) = 1 the non-zero eigenvalues are the roots of ``sum_i p_i / (p_i - lambda)``, one between each two
     neighbours of the sorted non-zero p; the first and the last are found by bisection of log(lambda), which loses no
-    accuracy where probabilities differ by many orders.
+    accuracy where probabilities differ by many orders. What goes to a ``sink`` (..., tokens), 1 - sum(p), adds the term
+    ``sink / (0 - lambda)``, and with it a root below the smallest p.
     """
-    ordered = p.double().sort(-1).values
-    keys = ordered.shape[-1]
-    support = (ordered > 0).sum(-1, keepdim=True)
+    weights = poles = p.double().sort(-1).values
+    if sink is not None:
+        zeros = (poles <= 0).sum(-1, keepdim=True)
+        poles = torch.nn.functional.pad(poles, (1, 0))
+        weights = poles.scatter(-1, zeros, sink.double()[..., None])
+    keys = poles.shape[-1]
+    support = (weights > 0).sum(-1, keepdim=True)
     if keys < 2:
-        return torch.where(ordered.isfinite().all(-1).all(-1), torch.inf, torch.nan)
+        return torch.where(poles.isfinite().all(-1).all(-1), torch.inf, torch.nan)
     first = (keys - support).clamp_max(keys - 2)
-    low = _root(ordered, ordered.gather(-1, first), ordered.gather(-1, first + 1))
-    high = _root(ordered, ordered[..., -2:-1], ordered[..., -1:])
+    low = _root(weights, poles, poles.gather(-1, first), poles.gather(-1, first + 1))
+    high = _root(weights, poles, poles[..., -2:-1], poles[..., -1:])
     counts = support[..., 0] > 1
     smallest = torch.where(counts, low, torch.inf).amin(-1)
     largest = torch.where(counts, high, 0.0).amax(-1)
     kappa = torch.where(counts.any(-1), largest / smallest, torch.inf)
-    return torch.where(ordered.isfinite().all(-1).all(-1), kappa, torch.nan)
+    return torch.where(poles.isfinite().all(-1).all(-1), kappa, torch.nan)
 
 
-def _root(p: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """The root of the increasing ``sum_i p_i / (p_i - lambda)`` in [low, high], two neighbours of p; (..., rows)."""
-    tiny = torch.finfo(p.dtype).tiny
+def _root(weights: Tensor, poles: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """The root of the increasing ``sum_i w_i / (pole_i - lambda)`` in [low, high], neighbours; (..., rows)."""
+    tiny = torch.finfo(poles.dtype).tiny
     below, above = low.clamp_min(tiny).log2(), high.clamp_min(tiny).log2()
     for _ in range(_BISECTIONS):
         middle = (below + above) / 2
-        difference = p - middle.exp2()
+        difference = poles - middle.exp2()
         # p_i = lambda happens only at the ends of the bracket, where it says nothing new.
-        terms = torch.where(difference == 0, 0.0, p / difference)
+        terms = torch.where(difference == 0, 0.0, weights / difference)
         rising = terms.sum(-1, keepdim=True) > 0
         below, above = torch.where(rising, below, middle), torch.where(rising, middle, above)
     return ((below + above) / 2).exp2()[..., 0]

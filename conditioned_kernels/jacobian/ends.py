@@ -25,11 +25,11 @@ _TOP_STEPS, _BOTTOM_STEPS = 400, 200
 
 @dataclass(frozen=True, eq=False)
 class Size:
-    """Of the whole Jacobian: rows and columns before any compression, and value_dim."""
+    """Of the whole Jacobian: rows and columns before any compression, and the spare directions of value space."""
 
     rows: int
     cols: int
-    values: int
+    spare: int
 
     @property
     def count(self) -> int:
@@ -84,15 +84,15 @@ def by_svd(head: LinearHead, size: Size, rtol: float) -> Ends:
     values = torch.linalg.svdvals(matrix(head))
     rows = head.output.shape[-2] * head.output.shape[-1]
     values = torch.nn.functional.pad(values, (0, rows - values.shape[-1]))
-    spare = size.values - head.v.shape[-1]
-    if spare:
+    if size.spare:
         context = torch.linalg.svdvals(head.context())
         context = torch.nn.functional.pad(context, (0, head.output.shape[-2] - context.shape[-1]))
-        values = torch.cat((values, context.repeat(1, spare)), -1).sort(-1, descending=True).values
+        values = torch.cat((values, context.repeat(1, size.spare)), -1).sort(-1, descending=True).values
     values = values[:, : size.count]
     delta = size.noise * values[:, :1]
     kept = values > delta
-    smallest = torch.where(kept, values, torch.inf).amin(-1)
+    # A J of zeros has no such value.
+    smallest = torch.where(kept, values, torch.inf).amin(-1).nan_to_num(posinf=torch.nan)
     top, bottom, delta = values[:, 0], values[:, -1], delta[:, 0]
     deficient = torch.where(kept.all(-1), int(Status.CONVERGED), int(Status.RANK_DEFICIENT)).to(torch.int8)
     low = (bottom - delta).clamp_min(0)
@@ -104,13 +104,13 @@ def _by_gram(head: LinearHead, size: Size, rtol: float) -> Ends:
     n = product.shape[-1]
     top = largest(head.gram_product, len(product), n, product.device, steps=_TOP_STEPS, tolerance=1e-12)
     # |computed J J^T - J J^T| <= terms u trace, and so are the errors of the Cholesky factors below, as n u trace.
-    terms = 2 * (head.q.shape[-1] + head.x.shape[-1] + head.v.shape[-1]) + n
+    terms = 2 * (head.q.shape[-1] + head.x.shape[-1] + head.v.shape[-1] + head.p.shape[-1]) + n
     delta = terms * _EPS / 2 * product.diagonal(dim1=-2, dim2=-1).sum(-1)
     margin = rtol / 4
     ceiling = top.value * (1 + margin)
     proven = _positive(-product, ceiling)
     top_high = torch.where(proven, ceiling + delta, _top_eigenvalue(product, proven) + 2 * delta)
-    if size.values > head.v.shape[-1]:
+    if size.spare:
         bottom, low, high = _context_end(head)
     else:
         bottom, low, high = _lowest(head, product, delta, margin)
@@ -131,8 +131,9 @@ def _lowest(head: LinearHead, product: Tensor, delta: Tensor, margin: float) -> 
         return torch.linalg.solve_triangular(factor.mT, half, upper=True)[..., 0]
 
     ritz = largest(inverse, b, n, product.device, steps=_BOTTOM_STEPS, tolerance=1e-10)
-    # The quotient by J itself has none of the rounding of J J^T; by minimality it is an upper bound.
-    value = _quotient(head, ritz.vector)
+    # The quotient by J itself has none of the rounding of J J^T; by minimality it is an upper bound. What is left in the
+    # vector of the largest eigenvectors would count by their eigenvalues, and one more step of the inverse removes it.
+    value = _quotient(head, torch.nn.functional.normalize(inverse(ritz.vector), dim=-1))
     floor = value * (1 - margin)
     proven = usable & _positive(product, -floor)
     low = torch.maximum(torch.where(proven, floor - delta, 0.0).clamp_min(0).sqrt(), low)
@@ -151,19 +152,20 @@ def bracket(head: LinearHead, size: Size, rtol: float, max_steps: int) -> Ends:
     ceiling = torch.where(
         top.complete, top.value * (1 + rows * _EPS), top.value / (1 - lost) if lost < 1 else torch.inf
     )
-    if size.values == head.v.shape[-1]:
+    if size.rows > size.cols:
+        bottom = high = _column_quotient(head, size, max_steps).sqrt()
+        low = torch.zeros_like(high)
+    elif not size.spare:
         value = _bottom_quotient(head, max_steps)
         bottom = high = value.sqrt()
         low = torch.minimum(low, high)
-    if size.rows > size.cols:
-        low = torch.zeros_like(low)
     return _ends(size, top.value, top.value, ceiling, bottom, low, high).judged(rtol)
 
 
 def _bottom_quotient(head: LinearHead, max_steps: int) -> Tensor:
     """An upper bound of lambda_min, usually sharp: Davidson, preconditioned by the blocks of value coordinates."""
     head = head.rotated()
-    b, tokens, size = head.output.shape
+    b, (size, tokens) = len(head.output), head.blocks
     factor = _block_factors(head)
 
     def precondition(u: Tensor) -> Tensor:
@@ -172,6 +174,32 @@ def _bottom_quotient(head: LinearHead, max_steps: int) -> Tensor:
     start = precondition(gaussian(size * tokens, head.x.device).expand(b, -1))
     vector = smallest(head.gram_product, precondition, start, steps=max_steps, tolerance=1e-4)
     return _quotient(head, vector)
+
+
+def _column_quotient(head: LinearHead, size: Size, max_steps: int) -> Tensor:
+    """An upper bound of lambda_min(J^T J) for a J with more rows than columns, whose J J^T has null vectors at once.
+
+    J is block diagonal, and the blocks of the spare directions of value space have the columns of P X. Where columns
+    have been compressed away, they are zero.
+    """
+    b, device = len(head.output), head.x.device
+    shapes = [part.shape[1:] for part in head.vjp(head.turned(head.output))]
+    sizes = [shape.numel() for shape in shapes]
+    if sum(sizes) + size.spare * head.values.shape[-1] < size.cols:
+        return torch.zeros(b, dtype=head.p.dtype, device=device)
+
+    def split(u: Tensor) -> list[Tensor]:
+        return [part.unflatten(-1, shape) for part, shape in zip(u.split(sizes, -1), shapes, strict=True)]
+
+    def product(u: Tensor) -> Tensor:
+        return torch.cat([part.flatten(1) for part in head.vjp(head.jvp(*split(u)))], -1)
+
+    vector = smallest(product, lambda r: r, gaussian(sum(sizes), device).expand(b, -1), steps=max_steps, tolerance=1e-4)
+    value = head.jvp(*split(vector)).square().sum((-2, -1)) / vector.square().sum(-1)
+    if size.spare:
+        context = torch.linalg.svdvals(head.context())
+        value = torch.minimum(value, context[:, -1].square())
+    return value
 
 
 def _block_factors(head: LinearHead) -> Tensor:
@@ -186,22 +214,25 @@ def _block_factors(head: LinearHead) -> Tensor:
 
 
 def _context_end(head: LinearHead) -> tuple[Tensor, Tensor, Tensor]:
-    """sigma_min(P X) over all tokens, with a bracket; 0 where there are fewer features than tokens."""
-    context = head.context()
-    tokens = context.shape[-2]
-    values = torch.linalg.svdvals(context)
-    if values.shape[-1] < tokens:
-        zero = torch.zeros_like(values[:, 0])
-        return zero, zero, zero
-    delta = max(context.shape[-2:]) * _EPS * values[:, 0]
-    bottom = values[:, -1]
-    return bottom, (bottom - delta).clamp_min(0), bottom + delta
+    """A lower bound of sigma_min(J), with a bracket of its own: that of its W_V part, or 0 where that is not wide.
+
+    The W_V part is I (x) (P X), over channels P (x) X.
+    """
+    parts = (head.p, head.values) if head.channels else (head.context(),)
+    bottom = low = high = head.p.new_ones(len(head.p))
+    for part in parts:
+        values = torch.linalg.svdvals(part)
+        if part.shape[-1] < part.shape[-2]:
+            values = torch.zeros_like(values)
+        delta = max(part.shape[-2:]) * _EPS * values[:, 0]
+        last = values[:, -1]
+        bottom, low, high = bottom * last, low * (last - delta).clamp_min(0), high * (last + delta)
+    return bottom, low, high
 
 
 def _quotient(head: LinearHead, u: Tensor) -> Tensor:
     """|J^T u|^2 / |u|^2 for u (b, rows)."""
-    tokens, size = head.output.shape[-2:]
-    parts = head.vjp(u.view(-1, size, tokens).mT)
+    parts = head.vjp(u.view(-1, *head.blocks).mT)
     return sum((part.square().sum((-2, -1)) for part in parts), torch.zeros(())) / u.square().sum(-1)
 
 

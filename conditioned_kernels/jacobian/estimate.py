@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import _validate
 from .._status import Status, sentences
 from .ends import SMALL_ROWS, Ends, Size, bracket, by_svd, exact
-from .heads import AttentionHeads
+from .heads import AttentionHeads, checked
 from .linear import LinearHead, linearize
 
 METHODS = ("auto", "exact", "lanczos")
@@ -32,7 +32,7 @@ class JacobianEstimate:
         numerically rank deficient, NaN where a number of the head is not finite.
     low, high : bracket of kappa.
     effective : kappa over the singular values that are not numerically zero; kappa itself where J has full rank. NaN
-        where method "lanczos" finds J rank deficient.
+        where method "lanczos" finds J rank deficient, and for a J of zeros.
     sigma_max, sigma_min : best estimates, with brackets ``*_low`` and ``*_high``.
     status : int8 :class:`~conditioned_kernels.Status` codes.
     method : "exact" or "lanczos".
@@ -79,7 +79,8 @@ def jacobian_condition(
     -------
     JacobianEstimate of the batch shape. Status, in words by ``failures()``: converged; tolerance not met (the bracket
     holds all the same); rank deficient (sigma_min <= max(rows, columns) * 2.2e-16 * sigma_max: kappa = inf, and
-    ``effective`` is kappa over the other singular values); non-finite (kappa = NaN, for that head alone).
+    ``effective`` is kappa over the other singular values); non-finite (kappa = NaN, for that head alone): a number of
+    the head, or the squared norm of its J in float64, is not finite.
 
     Raises
     ------
@@ -106,7 +107,9 @@ def jacobian_condition(
     most 32 MiB of bases.
     *Source.* Saratchandran and Lucey, ICLR 2026, section 3; the closed form and the reduction are this package's.
     """
+    heads = checked(heads)
     _validate.choice(method, "method", METHODS)
+    max_steps = _validate.count(max_steps, "max_steps")
     if method == "auto":
         method = "exact" if _rows(heads) <= EXACT_ROWS else "lanczos"
     if method == "exact" and _rows(heads) > DENSE_ROWS:
@@ -115,13 +118,13 @@ def jacobian_condition(
             "method='lanczos', or fewer tokens"
         )
     rtol = _validate.positive((1e-3 if method == "exact" else 0.1) if rtol is None else rtol, "rtol")
-    size = Size(heads.rows, heads.cols, heads.w_v.shape[-2])
+    size = Size(heads.rows, heads.cols, heads.w_v.shape[-2] - heads.spread)
     shape, device = heads.shape, heads.x.device
     number = shape.numel()
     with torch.inference_mode(False), torch.no_grad():
         values = torch.full((number, len(_STACK)), torch.nan, dtype=torch.float64, device=device)
         status = torch.full((number,), int(Status.NON_FINITE), dtype=torch.int8, device=device)
-        for index in torch.arange(number, device=device).split(_chunk(heads, method)):
+        for index in torch.arange(number, device=device).split(_chunk(heads, method)) if number else ():
             head = linearize(heads.select(index))
             finite = _finite(head)
             if not bool(finite.all()):
@@ -144,7 +147,7 @@ def jacobian_condition(
 
 def _rows(heads: AttentionHeads) -> int:
     """Rows of J without the directions of value space along which values cannot differ."""
-    return heads.tokens * min(heads.w_v.shape[-2], max(1, heads.keys - 1))
+    return heads.tokens * heads.spread
 
 
 def _chunk(heads: AttentionHeads, method: str) -> int:
@@ -157,7 +160,11 @@ def _chunk(heads: AttentionHeads, method: str) -> int:
 
 def _finite(head: LinearHead) -> Tensor:
     parts = (head.x, head.memory, head.values, head.q, head.k, head.v, head.p, head.t)
-    return torch.stack([part.isfinite().flatten(1).all(1) for part in parts]).all(0)
+    finite = torch.stack([part.isfinite().flatten(1).all(1) for part in parts]).all(0)
+    # At least the largest entry of J, squared: what overflows there is nothing that LAPACK takes.
+    x, memory, values, q, k, v, _, t = (part.abs().flatten(1).amax(1) for part in parts)
+    entry = t * v * torch.maximum(k * x, q * memory) * head.p.shape[-1] * head.q.shape[-1] + values
+    return finite & (entry.square() * head.output[0].numel() * head.x.shape[-1]).isfinite()
 
 
 def _values(ends: Ends) -> Tensor:
@@ -167,7 +174,8 @@ def _values(ends: Ends) -> Tensor:
     return torch.stack(
         (
             torch.where(deficient, torch.inf, ends.top / ends.bottom).clamp_min(1.0),
-            (ends.top_low / ends.bottom_high).clamp_min(1.0),
+            # 0 / 0 for a J of zeros, of which nothing is known.
+            (ends.top_low / ends.bottom_high).nan_to_num(1.0, posinf=torch.inf).clamp_min(1.0),
             high,
             (ends.top / ends.smallest).clamp_min(1.0),
             ends.top,

@@ -71,17 +71,25 @@ class HeadNorm:
     kind : as above.
     gain, bias : (..., head_dim), or None for 1 and 0.
     eps : added to the square, as above.
+    others, over : of an "rms" norm over the coordinates of all heads at once: (..., tokens), the sum of squares of the
+        other heads' coordinates, which J holds fixed, and the number of coordinates that the mean is over.
     """
 
     kind: str
     gain: Tensor | None = None
     bias: Tensor | None = None
     eps: float = 0.0
+    others: Tensor | None = None
+    over: int | None = None
 
-    TRAILING: ClassVar = {"gain": 1, "bias": 1}
+    TRAILING: ClassVar = {"gain": 1, "bias": 1, "others": 1}
 
     def __post_init__(self) -> None:
         _validate.choice(self.kind, "kind", ("rms", "layer", "l2"))
+        if isinstance(self.eps, bool) or not isinstance(self.eps, float | int) or not 0 <= self.eps < math.inf:
+            raise ValueError(f"eps must be a finite number of at least 0, got {self.eps!r}")
+        if (self.others is None) != (self.over is None) or (self.over is not None and self.kind != "rms"):
+            raise ValueError(f"others and over go together, and with kind 'rms' only, got kind {self.kind!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +100,9 @@ class AttentionHeads:
     tokens ``memory``, or x itself, and cap(z) = softcap tanh(z / softcap), or z itself. Leading dimensions, written
     "...", are batch (samples, layers, heads) and broadcast against each other. Grouped K/V heads: give each query head
     the W_k and W_v of its group; the Jacobian is that of one query head.
+
+    Attention over channels (XCiT, DaViT) is ``A^T = softmax(scale * q^T k) v^T``, a (head_dim, head_dim) softmax whose
+    norms run over the tokens of one channel: ``channels=True``.
 
     Attributes
     ----------
@@ -108,6 +119,12 @@ class AttentionHeads:
     norm_q, norm_k : norms of queries and keys.
     norm_first : the norms come before the rotation.
     softcap : of the logits, before the mask.
+    sink : batch shape; a logit that takes its share of every query's probabilities and has no value (gpt-oss).
+    shared_keys : (..., keys, shared), the first coordinates of every key, which no weight of the head makes (the rotary
+        key of DeepSeek's latent attention). W_k makes the others, so w_q has ``shared`` rows more than w_k; rope turns
+        queries only, and has turned the shared keys already.
+    channels : attention over channels, as above; without memory, values, mask, rope, softcap, sink, shared keys and
+        gains of norms.
     """
 
     x: Tensor
@@ -126,6 +143,9 @@ class AttentionHeads:
     norm_k: HeadNorm | None = None
     norm_first: bool = True
     softcap: float | None = None
+    sink: Tensor | None = None
+    shared_keys: Tensor | None = None
+    channels: bool = False
 
     TRAILING: ClassVar = {
         "x": 2,
@@ -139,6 +159,8 @@ class AttentionHeads:
         "b_v": 1,
         "scale": 0,
         "mask": 2,
+        "sink": 0,
+        "shared_keys": 2,
     }
 
     def __post_init__(self) -> None:
@@ -163,6 +185,12 @@ class AttentionHeads:
     def rows(self) -> int:
         """Rows of the Jacobian: tokens * value_dim."""
         return self.tokens * self.w_v.shape[-2]
+
+    @property
+    def spread(self) -> int:
+        """Directions of value space along which W_Q and W_K can move an output, at most: differences of values."""
+        size = self.w_v.shape[-2]
+        return size if self.channels else min(size, max(1, self.keys - (self.sink is None)))
 
     @property
     def cols(self) -> int:
@@ -217,10 +245,11 @@ def mapped(part: Part, change: Callable[[Tensor, int], Tensor]) -> Part:
 
 
 def _check(heads: AttentionHeads) -> None:
-    for name in ("x", "w_q", "w_k", "w_v", "memory", "values"):
+    for name in ("x", "w_q", "w_k", "w_v", "memory", "values", "shared_keys"):
         value = getattr(heads, name)
         if value is not None:
             _validate.matrices(value, name, allow_complex=False)
+    _check_types(heads)
     x, keys, values = heads.x, heads.memory, heads.values
     keys = x if keys is None else keys
     values = keys if values is None else values
@@ -230,38 +259,95 @@ def _check(heads: AttentionHeads) -> None:
                 f"{name} must have {tokens.shape[-1]} columns, the in_features of its tokens, got shape "
                 f"{tuple(weight.shape)}; give weights as (..., head_dim, in_features), as a head view does"
             )
-    if not (x.numel() and keys.numel() and min(map(min, (w.shape[-2:] for w in heads.weights)))):
+    if not min(*x.shape[-2:], *keys.shape[-2:], *(weight.shape[-2] for weight in heads.weights)):
         raise ValueError(f"x, memory and the weights must not be empty, got x of shape {tuple(x.shape)}")
-    if heads.w_q.shape[-2] != heads.w_k.shape[-2]:
-        raise ValueError(f"w_q and w_k must have equal head_dim, got {heads.w_q.shape[-2]} and {heads.w_k.shape[-2]}")
-    if values.shape[-2] != keys.shape[-2]:
-        raise ValueError(f"values must have as many tokens as memory, {keys.shape[-2]}, got {values.shape[-2]}")
+    shared = 0 if heads.shared_keys is None else heads.shared_keys.shape[-1]
+    if heads.w_q.shape[-2] != heads.w_k.shape[-2] + shared:
+        raise ValueError(
+            f"w_q and w_k must have equal head_dim{f' but for {shared} shared keys' if shared else ''}, got "
+            f"{heads.w_q.shape[-2]} and {heads.w_k.shape[-2]}"
+        )
+    for name, part in (("values", values), ("shared_keys", heads.shared_keys)):
+        if part is not None and part.shape[-2] != keys.shape[-2]:
+            raise ValueError(f"{name} must have as many tokens as memory, {keys.shape[-2]}, got {part.shape[-2]}")
     for name, rows in (("b_q", heads.w_q), ("b_k", heads.w_k), ("b_v", heads.w_v)):
-        bias = getattr(heads, name)
-        if bias is not None and bias.shape[-1:] != rows.shape[-2:-1]:
-            raise ValueError(f"{name} must be (..., {rows.shape[-2]}), got shape {tuple(bias.shape)}")
+        _check_vector(getattr(heads, name), name, rows.shape[-2])
+    for name, norm, rows, tokens in (("norm_q", heads.norm_q, heads.w_q, x), ("norm_k", heads.norm_k, heads.w_k, keys)):
+        if norm is not None:
+            _check_vector(norm.gain, f"{name}.gain", rows.shape[-2])
+            _check_vector(norm.bias, f"{name}.bias", rows.shape[-2])
+            _check_vector(norm.others, f"{name}.others", tokens.shape[-2])
     if heads.mask is not None and not _fits(heads.mask, (x.shape[-2], keys.shape[-2])):
         raise ValueError(
             f"mask must broadcast to (..., {x.shape[-2]}, {keys.shape[-2]}), (tokens, keys), got shape "
             f"{tuple(heads.mask.shape)}"
         )
-    if isinstance(heads.scale, float | int) and not math.isfinite(heads.scale):
-        raise ValueError(f"scale must be finite, got {heads.scale}")
     if heads.softcap is not None:
         _validate.positive(heads.softcap, "softcap")
     if heads.rope is not None:
         _check_rope(heads)
+    if heads.channels:
+        _check_channels(heads)
     try:
         heads.shape  # noqa: B018
     except RuntimeError as error:
         raise ValueError(f"the leading dimensions of x, the weights and the rest must broadcast: {error}") from None
 
 
+_PARTS = {"rope": Rotary, "norm_q": HeadNorm, "norm_k": HeadNorm, "channels": bool, "norm_first": bool}
+
+
+def _check_types(heads: AttentionHeads) -> None:
+    for name, kind in _PARTS.items():
+        value = getattr(heads, name)
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+    for name in ("b_q", "b_k", "b_v", "sink", "mask"):
+        value = getattr(heads, name)
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor")
+    scale = heads.scale
+    if isinstance(scale, bool) or not isinstance(scale, float | int | Tensor | None):
+        raise TypeError(f"scale must be a number or a tensor of batch shape, got {type(scale).__name__}")
+    if isinstance(scale, float | int) and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    if heads.mask is not None and heads.mask.dtype != torch.bool and not heads.mask.is_floating_point():
+        raise TypeError(
+            f"mask must be boolean, True where a query sees a key, or floating, which is added to the logits, got "
+            f"{heads.mask.dtype}; pass mask.bool() for a mask of ones and zeros"
+        )
+    places = {tensor.device: None for tensor, _ in tensors(heads)}
+    if len(places) > 1:
+        raise ValueError(f"all tensors of a problem must be on one device, got {', '.join(map(str, places))}")
+    for tensor, _ in tensors(heads):
+        if tensor is not heads.mask and tensor is not heads.scale:
+            _validate.floating(tensor, "every number of the problem")
+
+
+def _check_vector(vector: Tensor | None, name: str, size: int) -> None:
+    if vector is not None and vector.shape[-1:] != (size,):
+        raise ValueError(f"{name} must be (..., {size}), got shape {tuple(vector.shape)}")
+
+
+def _check_channels(heads: AttentionHeads) -> None:
+    absent = ("memory", "values", "mask", "rope", "softcap", "sink", "shared_keys")
+    given = [name for name in absent if getattr(heads, name) is not None]
+    norms = [norm for norm in (heads.norm_q, heads.norm_k) if norm is not None]
+    given += ["gains of norms" for norm in norms if any(each is not None for each, _ in tensors(norm))]
+    if given:
+        raise NoJacobian(f"attention over channels is not covered with {', '.join(given)}")
+    if heads.w_q.shape[-2] != heads.w_v.shape[-2]:
+        raise ValueError(
+            f"attention over channels needs w_q, w_k and w_v with equally many rows, got {heads.w_q.shape[-2]} and "
+            f"{heads.w_v.shape[-2]}"
+        )
+
+
 def _check_rope(heads: AttentionHeads) -> None:
     rope = heads.rope
     if rope is None:
         return
-    if heads.memory is not None:
+    if heads.memory is not None and heads.shared_keys is None:
         raise NoJacobian(
             "rope with memory is not covered: keys would need angles of their own; leave memory out, or rotate before"
         )
@@ -278,3 +364,10 @@ def _check_rope(heads: AttentionHeads) -> None:
 def _fits(mask: Tensor, shape: tuple[int, int]) -> bool:
     sizes = (1, 1, *mask.shape)[-2:]
     return all(size in (1, wanted) for size, wanted in zip(sizes, shape, strict=True))
+
+
+def checked(heads: object) -> AttentionHeads:
+    """``heads``, if it is a problem."""
+    if not isinstance(heads, AttentionHeads):
+        raise TypeError(f"heads must be an AttentionHeads, got {type(heads).__name__}")
+    return heads

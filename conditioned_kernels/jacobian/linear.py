@@ -31,6 +31,9 @@ class LinearHead:
     t : p * scale * the soft cap's slope.
     output : p v.
     push_q, pull_q, push_k, pull_k : from a change of x W^T to one of q or k, and transposed; None for the identity.
+    sink : (..., tokens), the probability that goes to no key; None for none.
+    channels : attention over channels. The same sums with tokens and coordinates exchanged: q, k, v and output are
+        (..., head_dim, tokens), p is (..., head_dim, head_dim), and a weight changes q by (x dW^T)^T.
     """
 
     x: Tensor
@@ -46,19 +49,28 @@ class LinearHead:
     pull_q: TangentMap | None
     push_k: TangentMap | None
     pull_k: TangentMap | None
+    sink: Tensor | None = None
+    channels: bool = False
+
+    def turned(self, part: Tensor) -> Tensor:
+        """From (tokens, coordinates) to the axes of q, k, v and output, or back."""
+        return part.mT if self.channels else part
 
     def jvp(self, dw_q: Tensor, dw_k: Tensor, dw_v: Tensor) -> Tensor:
         """J [dw_q, dw_k, dw_v], (..., tokens, value_dim)."""
-        dq = _through(self.push_q, self.x @ dw_q.mT)
-        dk = _through(self.push_k, self.memory @ dw_k.mT)
+        dq = _through(self.push_q, self.turned(self.x @ dw_q.mT))
+        dk = _through(self.push_k, self.turned(self.memory @ dw_k.mT))
         e = self.t * (dq @ self.k.mT + self.q @ dk.mT)
-        return e @ self.v - e.sum(-1, keepdim=True) * self.output + self.p @ (self.values @ dw_v.mT)
+        da = e @ self.v - e.sum(-1, keepdim=True) * self.output + self.p @ self.turned(self.values @ dw_v.mT)
+        return self.turned(da)
 
     def vjp(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """J^T u as (gw_q, gw_k, gw_v), each of its weight's shape; u is (..., tokens, value_dim)."""
+        u = self.turned(u)
         e = self.t * (u @ self.v.mT - (u * self.output).sum(-1, keepdim=True))
         gq, gk = _through(self.pull_q, e @ self.k), _through(self.pull_k, e.mT @ self.q)
-        return gq.mT @ self.x, gk.mT @ self.memory, (self.p.mT @ u).mT @ self.values
+        gq, gk, gv = (self.turned(each) for each in (gq, gk, self.p.mT @ u))
+        return gq.mT @ self.x, gk.mT @ self.memory, gv.mT @ self.values
 
     def compressed(self) -> LinearHead:
         """The same with as few rows and columns of J as tokens allow.
@@ -67,10 +79,10 @@ class LinearHead:
         may be replaced by W Q, which is head_dim x min(tokens, in_features); the singular values stay.
 
         *Rows.* W_Q and W_K change an output only along differences of values, which span at most keys - 1 directions of
-        value space. Along the rest J is I (x) (P X) alone. In a basis of value space that starts with the differences,
-        J is block diagonal, and this keeps the first block; the singular values of the others are those of
-        :meth:`context`. So where :attr:`spare` is true, sigma_min(J) = sigma_min(P X) exactly, since the first block
-        contains I (x) (P X) too.
+        value space (a sink counts as a key with value 0). Along the rest J is I (x) (P X) alone. In a basis of value
+        space that starts with the differences, J is block diagonal, and this keeps the first block; the singular values
+        of the others are those of :meth:`context`. So where :attr:`spare` is true, sigma_min(J) = sigma_min(P X)
+        exactly, since the first block contains I (x) (P X) too. Over channels no direction is spare.
         """
         new, done = {}, {}
         for name in ("x", "memory", "values"):
@@ -80,20 +92,28 @@ class LinearHead:
                     done[id(tokens)] = torch.linalg.qr(tokens.mT, mode="r").R.mT
                 new[name] = done[id(tokens)]
         if self.spare:
-            others = self.v[..., 1:, :] if self.v.shape[-2] > 1 else self.v
-            basis = torch.linalg.qr((others - self.v[..., :1, :]).mT).Q
+            others = self.v[..., 1:, :] if self.sink is None and self.v.shape[-2] > 1 else self.v
+            basis = torch.linalg.qr((others - self.v[..., :1, :] if self.sink is None else others).mT).Q
             new |= {"v": self.v @ basis, "output": self.output @ basis}
         return replace(self, **new)
 
     def rotated(self) -> LinearHead:
         """The same J in a basis of value space along which values vary independently (their principal axes)."""
+        if self.channels:
+            return self
         axes = torch.linalg.svd(self.v - self.v.mean(-2, keepdim=True)).Vh.mT
         return replace(self, v=self.v @ axes, output=self.output @ axes)
 
     @property
     def spare(self) -> bool:
         """Whether value space has directions along which no two values differ."""
-        return max(1, self.v.shape[-2] - 1) < self.v.shape[-1]
+        return not self.channels and max(1, self.v.shape[-2] - (self.sink is None)) < self.v.shape[-1]
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """(coordinates, tokens): the shape of a row index."""
+        coordinates, tokens = self.turned(self.output).shape[:-3:-1]
+        return coordinates, tokens
 
     def context(self) -> Tensor:
         """P X, what W_V multiplies; J contains I (x) (P X), so sigma_min(J) >= sigma_min(P X) for a wide J."""
@@ -101,8 +121,7 @@ class LinearHead:
 
     def gram_product(self, u: Tensor) -> Tensor:
         """J J^T u for u (b, rows), rows ordered as in :mod:`.dense`."""
-        tokens, size = self.output.shape[-2:]
-        back = self.vjp(u.view(-1, size, tokens).mT)
+        back = self.vjp(u.view(-1, *self.blocks).mT)
         return self.jvp(*back).mT.flatten(1)
 
 
@@ -116,11 +135,12 @@ def linearize(heads: AttentionHeads) -> LinearHead:
     x = heads.x
     memory = x if heads.memory is None else heads.memory
     values = memory if heads.values is None else heads.values
-    q, push_q, pull_q = _side(heads, x @ heads.w_q.mT, heads.b_q, heads.norm_q)
-    k, push_k, pull_k = _side(heads, memory @ heads.w_k.mT, heads.b_k, heads.norm_k)
-    v = values @ heads.w_v.mT
-    if heads.b_v is not None:
-        v = v + heads.b_v[..., None, :]
+    q, push_q, pull_q = _side(heads, x, heads.w_q, heads.b_q, heads.norm_q, heads.rope)
+    key_rope = heads.rope if heads.shared_keys is None else None
+    k, push_k, pull_k = _side(heads, memory, heads.w_k, heads.b_k, heads.norm_k, key_rope)
+    if heads.shared_keys is not None:
+        k, push_k, pull_k = _beside(heads.shared_keys, k, push_k, pull_k)
+    v, _, _ = _side(heads, values, heads.w_v, heads.b_v, None, None)
     scale = heads.w_q.shape[-2] ** -0.5 if heads.scale is None else heads.scale
     if isinstance(scale, Tensor):
         scale = scale[..., None, None]
@@ -128,32 +148,47 @@ def linearize(heads: AttentionHeads) -> LinearHead:
     if heads.softcap is not None:
         bent = torch.tanh(logits / heads.softcap)
         logits, slope = heads.softcap * bent, scale * (1 - bent * bent)
-    p = probabilities(logits, heads.mask)
-    return LinearHead(x, memory, values, q, k, v, p, p * slope, p @ v, push_q, pull_q, push_k, pull_k)
+    p, sink = probabilities(logits, heads.mask, heads.sink)
+    maps = (push_q, pull_q, push_k, pull_k)
+    return LinearHead(x, memory, values, q, k, v, p, p * slope, p @ v, *maps, sink, heads.channels)
 
 
-def probabilities(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(logits + mask); a row without any key is 0."""
+def probabilities(logits: Tensor, mask: Tensor | None, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """softmax(logits + mask), a row without any key being 0, and what of each row goes to the sink."""
+    if mask is not None:
+        logits = torch.where(mask, logits, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    if sink is not None:
+        sink = sink[..., None, None]
+        shape = torch.broadcast_shapes(logits.shape[:-1], sink.shape[:-1])
+        whole = torch.cat((logits.expand(*shape, -1), sink.expand(*shape, 1)), -1).softmax(-1)
+        return whole[..., :-1], whole[..., -1]
     if mask is None:
-        return logits.softmax(-1)
-    logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+        return logits.softmax(-1), None
     empty = (logits == -torch.inf).all(-1, keepdim=True)
-    return logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    return logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0), None
 
 
 def _side(
-    heads: AttentionHeads, raw: Tensor, bias: Tensor | None, norm: HeadNorm | None
+    heads: AttentionHeads,
+    tokens: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: HeadNorm | None,
+    rope: Rotary | None,
 ) -> tuple[Tensor, TangentMap | None, TangentMap | None]:
-    """q or k, with the map of its tangents and the transposed map."""
+    """q, k or v, with the map of its tangents and the transposed map."""
+    raw = tokens @ weight.mT
     if bias is not None:
         raw = raw + bias[..., None, :]
+    if heads.channels:
+        raw = raw.mT
     pushes: list[TangentMap] = []
     pulls: list[TangentMap] = []
-    stages: list[Rotary | HeadNorm | None] = [norm, heads.rope]
+    stages: list[Rotary | HeadNorm | None] = [norm, rope]
     for stage in stages if heads.norm_first else stages[::-1]:
         if stage is None:
             continue
-        raw, push, pull = _rotation(stage, raw) if isinstance(stage, Rotary) else _norm(stage, raw)
+        raw, push, pull = _rotation(stage, raw) if isinstance(stage, Rotary) else normalized(stage, raw)
         pushes.append(push)
         pulls.insert(0, pull)
     return raw, _chain(pushes), _chain(pulls)
@@ -175,16 +210,30 @@ def _rotation(rope: Rotary, raw: Tensor) -> tuple[Tensor, TangentMap, TangentMap
     return rope.rotate(raw), rope.rotate, rope.pull
 
 
-def _norm(norm: HeadNorm, raw: Tensor) -> tuple[Tensor, TangentMap, TangentMap]:
+def _beside(
+    shared: Tensor, k: Tensor, push: TangentMap | None, pull: TangentMap | None
+) -> tuple[Tensor, TangentMap, TangentMap]:
+    """Keys with coordinates before them that no weight of the head moves."""
+    size, shape = shared.shape[-1], torch.broadcast_shapes(shared.shape[:-1], k.shape[:-1])
+    whole = torch.cat((shared.expand(*shape, size), k.expand(*shape, k.shape[-1])), -1)
+    return (
+        whole,
+        lambda change: torch.nn.functional.pad(_through(push, change), (size, 0)),
+        lambda change: _through(pull, change[..., size:]),
+    )
+
+
+def normalized(norm: HeadNorm, raw: Tensor) -> tuple[Tensor, TangentMap, TangentMap]:
     """y = gain c / rho, so dy = gain (dc - c (c . dc) / (count rho^2)) / rho; without gain the map is symmetric."""
-    centered, count = norm.kind == "layer", 1 if norm.kind == "l2" else raw.shape[-1]
+    centered, count = norm.kind == "layer", 1 if norm.kind == "l2" else norm.over or raw.shape[-1]
     gain = 1.0 if norm.gain is None else norm.gain[..., None, :]
 
     def center(value: Tensor) -> Tensor:
         return value - value.mean(-1, keepdim=True) if centered else value
 
     c = center(raw)
-    square = (c * c).sum(-1, keepdim=True) / count + norm.eps
+    square = (c * c).sum(-1, keepdim=True)
+    square = (square if norm.others is None else square + norm.others[..., None]) / count + norm.eps
     unit = square.rsqrt()
 
     def inner(change: Tensor) -> Tensor:

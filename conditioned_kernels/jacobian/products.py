@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .heads import AttentionHeads
+from .heads import AttentionHeads, checked
 from .linear import linearize
 
 
@@ -22,13 +22,17 @@ def _plain() -> Iterator[None]:
 def attention_output(heads: AttentionHeads) -> Tensor:
     """A(X), (..., tokens, value_dim) in float64, recomputed from the problem's own numbers."""
     with _plain():
-        return linearize(heads).output
+        head = linearize(checked(heads))
+        return head.turned(head.output)
 
 
 def attention_probabilities(heads: AttentionHeads) -> Tensor:
-    """P = softmax of the logits, (..., tokens, keys) in float64; no attention kernel is asked for it."""
+    """P = softmax of the logits, (..., tokens, keys) in float64; no attention kernel is asked for it.
+
+    Over channels (..., head_dim, head_dim). With a sink the rows sum to less than 1.
+    """
     with _plain():
-        return linearize(heads).p
+        return linearize(checked(heads)).p
 
 
 def jvp(heads: AttentionHeads, dw_q: Tensor, dw_k: Tensor, dw_v: Tensor) -> Tensor:
@@ -47,8 +51,8 @@ def jvp(heads: AttentionHeads, dw_q: Tensor, dw_k: Tensor, dw_v: Tensor) -> Tens
     per head; J is not formed, no gradient recorded, and no fused attention asked for derivatives it does not have.
     """
     changes = (dw_q, dw_k, dw_v)
-    for name, change, weight in zip(("dw_q", "dw_k", "dw_v"), changes, heads.weights, strict=True):
-        _shaped(change, name, (weight.shape[-2], weight.shape[-1]))
+    for name, change, weight in zip(("dw_q", "dw_k", "dw_v"), changes, checked(heads).weights, strict=True):
+        _shaped(heads, change, name, (weight.shape[-2], weight.shape[-1]))
     with _plain():
         return linearize(heads).jvp(*(change.detach().double() for change in changes))
 
@@ -60,12 +64,21 @@ def vjp(heads: AttentionHeads, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ----------
     u : (..., tokens, value_dim), a weight on each output.
     """
-    _shaped(u, "u", (heads.tokens, heads.w_v.shape[-2]))
+    _shaped(checked(heads), u, "u", (heads.tokens, heads.w_v.shape[-2]))
     with _plain():
         return linearize(heads).vjp(u.detach().double())
 
 
-def _shaped(tensor: Tensor, name: str, shape: tuple[int, int]) -> None:
+def _shaped(heads: AttentionHeads, tensor: Tensor, name: str, shape: tuple[int, int]) -> None:
     _validate.matrices(tensor, name, allow_complex=False)
-    if tuple(tensor.shape[-2:]) != shape:
-        raise ValueError(f"{name} must have shape (..., {shape[0]}, {shape[1]}), got {tuple(tensor.shape)}")
+    try:
+        torch.broadcast_shapes(tensor.shape[:-2], heads.shape)
+    except RuntimeError:
+        fits = False
+    else:
+        fits = tuple(tensor.shape[-2:]) == shape
+    if not fits:
+        raise ValueError(
+            f"{name} must have shape (..., {shape[0]}, {shape[1]}), its leading dimensions broadcasting with the "
+            f"problem's {tuple(heads.shape)}, got {tuple(tensor.shape)}"
+        )

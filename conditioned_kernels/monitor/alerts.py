@@ -84,13 +84,14 @@ class KappaGrowth(Alert):
         self._last[head] = (record.step, record.kappa)
         if record.step <= step or not math.isfinite(before):
             return ""
-        growth = (record.kappa / before) ** (1 / (record.step - step))
+        steps = record.step - step
+        growth = (record.kappa / before) ** (1 / steps)
         if growth <= self.per_step:
             return ""
-        return (
-            f"kappa went from {before:.4g} to {record.kappa:.4g} in {record.step - step} steps, a factor "
-            f"{growth:.4g} per step, above {self.per_step:g}"
-        )
+        said = f"kappa went from {before:.4g} to {record.kappa:.4g} in {steps} step{'s' if steps > 1 else ''}"
+        if not math.isfinite(growth):
+            return f"{said}, above a factor {self.per_step:g} per step"
+        return f"{said}, a factor {growth:.4g} per step, above {self.per_step:g}"
 
 
 @dataclass

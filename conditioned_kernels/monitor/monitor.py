@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -15,13 +17,13 @@ from torch import nn
 from .. import _validate, distributed
 from .._backend import BACKENDS
 from ..heads.discover import NoAttentionFound, Where, find_attention
-from ..heads.layout import LayoutFunction
-from ..initialize.apply import Target, resolve
+from ..heads.layout import LATENT, LayoutFunction
+from ..initialize.target import Target, resolve
 from .activations import Capture, Sampling, compiled_around, uncast
 from .alerts import Alert
 from .records import JACOBIAN, Record, Sink
 from .ring import Ring
-from .weights import Unreadable, groups, spectrum_records, watch
+from .weights import Group, Unreadable, Watched, groups, spectrum_records, watch
 
 METHODS = ("auto", "exact", "lanczos")
 
@@ -80,7 +82,9 @@ class ConditioningMonitor:
     ``tokens``, ``heads`` and ``layers_per_step`` bound it.
     *Sharded models.* Weights that are DTensors give the same figures on every rank, from Gram matrices summed over the
     ranks; no weight is gathered. Measuring is then a collective: every rank of a mesh has a monitor with the same
-    arguments and calls ``step`` at the same steps. Attention Jacobians of sharded layers are not measured.
+    arguments and calls ``step`` at the same steps. Attention Jacobians need no collective: under FSDP2 a layer's
+    weights are whole inside its forward, in the dtype of its mixed precision policy, and each rank's figures are of its
+    own batch. Where weights stay DTensors in the forward, as under tensor parallelism, a record says so by name.
     *Synchronization.* None on ordinary steps with the extension. Without it, torch.linalg.eigvalsh on a GPU waits once
     per group of heads. Construction, flushes and steps with activations read the device.
     *Effect on training.* None: weights, losses and random state are bit for bit those of a run without it.
@@ -115,7 +119,7 @@ class ConditioningMonitor:
         self._every = _validate.count(every, "every")
         self._activations_every = _validate.count(activations_every, "activations_every", least=0)
         self._layers_per_step = None if layers_per_step is None else _validate.count(layers_per_step, "layers_per_step")
-        self._heads = None if heads is None else tuple(_validate.count(head, "heads", least=0) for head in heads)
+        self._heads = None if heads is None else _indices(heads)
         samples, tokens = _validate.count(samples, "samples"), _validate.count(tokens, "tokens")
         self._sampling = Sampling(samples, tokens, self._heads, _validate.choice(jacobian, "jacobian", METHODS))
         self._where, self._layouts, self._strict = where, layouts, strict
@@ -124,18 +128,22 @@ class ConditioningMonitor:
         self._spectra = _validate.count(spectra, "spectra", least=0)
         self._flush_every = _validate.count(flush_every, "flush_every")
         self._schedule = f"every={every}, layers_per_step={layers_per_step}, heads={self._heads}, spectra={spectra}"
-        self._sinks, self._alerts = list(sinks), list(alerts)
+        self._sinks = _objects(sinks, "sinks", "write", "close")
+        self._alerts = _objects(alerts, "alerts", "check")
         self._step = _validate.count(first_step, "first_step", least=0)
         self.records: deque[Record] = deque(maxlen=_validate.count(capacity, "capacity"))
         self.skipped: dict[str, str] = {}
         self.silent: dict[str, int] = {}
         self._captures: list[Capture] = []
         self._ready: list[Record] = []
+        self._watched: list[Watched] = []
         self._turn = self._measured = 0
         self._closed = False
         self._ring = Ring()
         self._resolve()
+        self._refuse()
         self._start()
+        self._close_at_exit()
 
     # ---- what the user calls ------------------------------------------------------------------------------------
 
@@ -173,7 +181,8 @@ class ConditioningMonitor:
             new += group.figures(raw, step)
             wide |= {id(each): want for each, want in zip(group.members, group.wants_wide(raw), strict=True)}
         new.sort(key=lambda record: record.step)
-        self._revise(wide)
+        if not self._closed:
+            self._revise(wide)
         self.records.extend(new)
         if new:
             for sink in list(self._sinks):
@@ -182,15 +191,27 @@ class ConditioningMonitor:
                 alert.check(new)
         return new
 
-    def close(self) -> None:
-        """Remove the hooks, store the final spectra, flush, and close the sinks. Safe to call twice."""
+    def close(self, *, failed: bool = False) -> None:
+        """Remove the hooks, store the final spectra, flush, and close the sinks. Safe to call twice.
+
+        A monitor that is still open when the program ends is closed then, so that what a failed run saw is kept.
+
+        Parameters
+        ----------
+        failed : training has ended with an error, which has to be what is raised: faults of closing are warnings, and
+            nothing waits for other ranks, so sharded weights have no final spectra.
+        """
         if self._closed:
             return
         self._closed = True
         self._disarm()
         try:
-            self._store_spectra()
+            self._store_spectra([each for each in self._watched if not (failed and each.piece)])
             self.flush()
+        except Exception as error:
+            if not failed:
+                raise
+            warnings.warn(f"closing the ConditioningMonitor failed: {type(error).__name__}: {error}", stacklevel=2)
         finally:
             for sink in list(self._sinks):
                 self._guard(sink, sink.close)
@@ -201,7 +222,15 @@ class ConditioningMonitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(failed=error is not None)
+
+    def _close_at_exit(self) -> None:
+        def close(monitor: Callable[[], ConditioningMonitor | None], process: int) -> None:
+            # None where it was deleted before; another number in a fork, whose parent has the same monitor.
+            if (alive := monitor()) is not None and os.getpid() == process:
+                alive.close(failed=True)
+
+        weakref.finalize(self, close, weakref.ref(self), os.getpid())
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -209,7 +238,7 @@ class ConditioningMonitor:
         """Find the heads; again where the model's modules or its weights' shapes have changed."""
         distributed.reshard(self._model)
         found = find_attention(self._model, where=self._where, layouts=self._layouts, lenient=True)
-        self.skipped |= dict(found.skipped) | dict(found.unknown)
+        self.skipped = dict(found.skipped) | dict(found.unknown)
         self._layers = found.layers
         self._modules = [layer.module for layer in found.layers]
         watched = []
@@ -222,25 +251,32 @@ class ConditioningMonitor:
         shards = [(f"{_name(each.target)}, {self._schedule}", each.target.weight) for each in watched if each.piece]
         if shards:
             distributed.check_agreement(shards)
-        if not watched and self._strict:
-            reasons = "; ".join(f"{name or 'the model itself'}: {why}" for name, why in self.skipped.items())
+        if self._watched and not watched:
+            warnings.warn(f"step {self._step}: {self._nothing()}; the monitor waits", stacklevel=5)
+        self._watched = watched
+        self._queries = {
+            each.target.layer.name: each.kind[0][0]
+            for each in watched
+            if each.target.projection.role == "q" and each.target.projection.part != LATENT
+        }
+        self._plan()
+
+    def _refuse(self) -> None:
+        """Say at once what can never work. Later changes of the model are no reason to end a training run."""
+        if not self._watched and self._strict:
             raise NoAttentionFound(
-                f"no attention weight to measure in {type(self._model).__name__} ({reasons or 'no known class'}). Tell "
-                "where its heads are with layouts={Class: function} or register_layout"
+                f"{self._nothing()}. Tell where its heads are with layouts={{Class: function}} or register_layout"
             )
-        if self._activations_every and (name := compiled_around(self._model, found.layers)):
+        if self._activations_every and (name := compiled_around(self._model, self._layers)):
             raise RuntimeError(
                 f"activations_every={self._activations_every} needs forward hooks, and torch.compile ignores hooks "
                 f"that come after it, inside {name}; compile modules other than attention layers, or pass "
                 "activations_every=0: the weights' figures need no hooks"
             )
-        self._watched = watched
-        self._queries = {
-            each.target.layer.name: each.kind[0][0]
-            for each in watched
-            if each.target.projection.role == "q" and each.piece is None
-        }
-        self._plan()
+
+    def _nothing(self) -> str:
+        reasons = "; ".join(f"{name or 'the model itself'}: {why}" for name, why in self.skipped.items())
+        return f"no attention weight to measure in {type(self._model).__name__} ({reasons or 'no known class'})"
 
     def _plan(self) -> None:
         """Divide the layers into turns, and each turn's projections into groups."""
@@ -259,20 +295,20 @@ class ConditioningMonitor:
             rows = {device: max(rows.get(device, 0), here.get(device, 0)) for device in rows | here}
         self._ring.allocate({device: number * self._flush_every for device, number in rows.items()})
 
+    def _due(self) -> list[Group]:
+        return self._groups[self._turn % len(self._groups)] if self._groups else []
+
     def _measure(self) -> None:
-        if not self._groups:
-            return
-        turn = self._groups[self._turn % len(self._groups)]
-        if any(group.sharded for group in turn):
+        if any(group.sharded for group in self._due()):
             distributed.reshard(self._model)
         with _aside():
             try:
-                done = [(group, group.measure()) for group in turn]
+                done = [(group, group.measure()) for group in self._due()]
             except Unreadable:
                 # The model is not what it was. Nothing of the step has been kept, and this step may read the device.
                 self.flush()
                 self._resolve()
-                done = [(group, group.measure()) for group in self._groups[self._turn % len(self._groups)]]
+                done = [(group, group.measure()) for group in self._due()]
             for group, values in done:
                 self._ring.write(self._step, group, values)
         self._turn += 1
@@ -291,7 +327,7 @@ class ConditioningMonitor:
             self._revise(wide)
             for group in groups(self._watched, self._rtol, self._backend):
                 self._ready += group.figures(group.measure().cpu().numpy(), self._step)
-        self._store_spectra()
+        self._store_spectra(self._watched)
         if self._activations_every:
             self._arm()
 
@@ -303,16 +339,16 @@ class ConditioningMonitor:
             changed |= want != each.wide
             each.wide = want
         found = find_attention(self._model, where=self._where, layouts=self._layouts, lenient=True)
-        if [layer.module for layer in found.layers] != self._modules:
+        if not self._watched or [layer.module for layer in found.layers] != self._modules:
             self._resolve()
         elif changed:
             self._plan()
 
-    def _store_spectra(self) -> None:
+    def _store_spectra(self, watched: Iterable[Watched]) -> None:
         if not self._spectra:
             return
         with _aside():
-            for each in self._watched:
+            for each in watched:
                 try:
                     self._ready += spectrum_records(each, self._spectra, self._step)
                 except Unreadable as why:
@@ -366,16 +402,34 @@ class ConditioningMonitor:
         """Everything but hooks, sinks (two writers would share a file) and unread figures, which are flushed first."""
         if not self._closed:
             self.flush()
-        state = self.__dict__ | {"_captures": [], "_sinks": [], "_ring": Ring()}
-        for name in ("_layers", "_modules", "_watched", "_queries", "_turns", "_groups"):
+        state = self.__dict__ | {"_captures": [], "_sinks": [], "_watched": [], "_ring": Ring()}
+        for name in ("_layers", "_modules", "_queries", "_turns", "_groups"):
             del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
         self._resolve()
+        self._close_at_exit()
         if self._activations_every and not self._closed and self._step % self._activations_every == 0:
             self._arm()
+
+
+def _indices(heads: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(heads, Iterable):
+        raise TypeError(f"heads must be a sequence of head indices such as (0, 4), or None for all, got {heads!r}")
+    return tuple(dict.fromkeys(_validate.count(head, "heads", least=0) for head in heads))
+
+
+def _objects(given: Sequence[Any], name: str, *methods: str) -> list[Any]:
+    wanted = f"{name} must be a sequence of objects with {' and '.join(methods)}"
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{wanted}, got {given!r}")
+    found = list(given)
+    for each in found:
+        if missing := [method for method in methods if not callable(getattr(each, method, None))]:
+            raise TypeError(f"{wanted}; {each!r} has no {missing[0]}")
+    return found
 
 
 def _name(target: Target) -> str:

@@ -22,7 +22,7 @@ from .._backend import choose_backend
 from .._status import Status
 from ..heads.layout import LayoutError
 from ..heads.wrappers import quiet_parametrizations
-from ..initialize.apply import Target
+from ..initialize.target import Target
 from .records import Record
 
 MAX_SHORT = 1024
