@@ -71,7 +71,8 @@ def verdict_text(folder: Path = RESULTS) -> str:
     return (
         "Does it help training? The paper reports that it does, on vision models, BERT and long sequences. In this "
         f"package's own small experiments, against the models' own initialization, it is {_verdicts(found)}. "
-        f"{against}[Below](#does-it-help-training): which variant to take for which kind of model, and where the evidence ends."
+        f"{against}[Below](#does-it-help-training): which variant to take for which kind of model, and where the "
+        "evidence ends."
     )
 
 
