@@ -78,13 +78,23 @@ def sharded() -> str:
     record = json.loads((RESULTS / "sharded.json").read_text(encoding="utf-8"))
     eight, seventy, ranks = (record[name] for name in ("llama_8b_attention", "llama_70b_attention", "scaling"))
     two = seventy["two_layers"]
-    return (
+    sentences = [
         f"Measured on {record['environment']['cores']} cores (`python -m benchmarks.sharded`): the attention of Llama "
-        f"3 8B, {eight['said']}; {eight['seconds']:.0f} s with the start of the program, peak memory "
-        f"{eight['peak_rss_bytes'] / 1e9:.2f} GB. Two of 80 layers of a 70B model: {two['said']}; peak memory "
-        f"{two['peak_rss_bytes'] / 1e9:.2f} GB, which does not grow with layers; 40 times the time, starts included, "
-        f"is {seventy['extrapolated_seconds']:.0f} s for {seventy['extrapolated_bytes'] / 1e9:.1f} GB. Drawing the "
-        f"shards of one layer on two processes instead of one takes 1/{ranks['ratio']:.1f} of the time."
+        f"3 8B, {_streamed(eight)}. Two of 80 layers of a 70B model: {_streamed(two)}, which does not grow with "
+        f"layers; 40 times the time, starts included, is {seventy['extrapolated_seconds']:.0f} s for "
+        f"{seventy['extrapolated_bytes'] / 1e9:.1f} GB.",
+        f"Drawing its shards of one layer takes a rank of two 1/{ranks['ratio']:.1f} of the processor time of a rank "
+        f"that draws all; a process that draws half and is alone takes 1/{ranks['ratio_of_half_alone']:.1f}.",
+    ]
+    if full := record.get("llama_8b_full"):
+        sentences.insert(1, f"The whole of Llama 3 8B (`--full`): {_streamed(full)}.")
+    return " ".join(sentences)
+
+
+def _streamed(run: dict[str, Any]) -> str:
+    return (
+        f"{run['said']}; {run['seconds']:.0f} s with the start of the program, peak memory "
+        f"{run['peak_rss_bytes'] / 1e9:.2f} GB"
     )
 
 

@@ -2,7 +2,8 @@
 
 Llama-3-8B's attention (published shape: width 4096, 32 heads of 128, 8 K/V heads, 32 layers) is streamed to disk, two
 layers of the 70B's (width 8192, 64 heads, 80 layers) likewise with the whole worked out from them, and one and two
-processes draw the shards of one layer. Writes benchmarks/results/sharded.json; the weights are deleted.
+processes draw the shards of one layer. ``--full`` streams the whole 8B model, 16 GB of disk. Writes
+benchmarks/results/sharded.json; the weights are deleted.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import json
 import math
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,41 +33,50 @@ LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_hea
 LLAMA_70B |= {"num_hidden_layers": 80, "vocab_size": 128256}
 
 
-def streamed(config: dict[str, int], folder: Path, *more: str) -> dict[str, float]:
-    """Seconds, bytes and peak memory of one run of the command line in a process of its own."""
+COMMAND = """
+import atexit, sys
+from conditioned_kernels.bench.machine import resident
+from conditioned_kernels.cli import main
+atexit.register(lambda: print(resident("VmHWM")))
+main()
+"""
+"""The command line, which says at the end what memory it took at most."""
+
+
+def streamed(config: dict[str, int], folder: Path, *options: str) -> dict[str, Any]:
+    """Seconds, bytes and peak memory of one ``init`` in a process of its own, beside how busy the machine was."""
     (folder / "config.json").write_text(json.dumps(config))
     out = folder / "out"
-    command = [sys.executable, "-m", "conditioned_kernels", "init", "transformers:llama", "--config"]
-    command += [str(folder / "config.json"), "--out", str(out), "--dtype", "bf16", "--shard-size", "1GB", *more]
-    start = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    said = process.stdout.read()
-    _, status, used = os.wait4(process.pid, 0)
-    seconds = time.perf_counter() - start
-    if status:
-        raise RuntimeError(f"{command} failed: {said}")
+    arguments = ["init", "transformers:llama", "--config", str(folder / "config.json"), "--out", str(out)]
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-c", COMMAND, *arguments, "--dtype", "bf16", *options]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    seconds, used = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    print(said.strip().splitlines()[-2])
+    shutil.rmtree(out)
+    *_, speed, _, peak = said.strip().splitlines()
+    print(speed)
     return {
         "seconds": round(seconds, 2),
+        "processor_seconds": round(used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime, 2),
+        "load_average": round(os.getloadavg()[1], 1),
         "bytes": size,
         "gigabytes_per_second": round(size / seconds / 1e9, 4),
-        "peak_rss_bytes": used.ru_maxrss * 1024,
-        "said": said.strip().splitlines()[-2],
+        "peak_rss_bytes": int(peak),
+        "said": speed,
     }
 
 
 class Attention(nn.Module):
     """W_Q and W_K of one layer as one user class has them."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, rows: int, width: int) -> None:
         super().__init__()
-        self.q, self.k = (nn.Linear(width, width, bias=False, device="meta") for _ in "qk")
+        self.q, self.k = (nn.Linear(width, rows, bias=False, device="meta") for _ in "qk")
 
 
-def draw_shards(rank: int, world: int, rendezvous: str, width: int, head: int, out: str) -> None:
-    """One rank's part of one layer, timed alone and then among the others, best of five."""
+def draw_shards(rank: int, world: int, rendezvous: str, rows: int, width: int, head: int, out: str) -> None:
+    """Processor seconds of one rank's part of one layer, best of five. No rank waits for another."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -73,9 +85,9 @@ def draw_shards(rank: int, world: int, rendezvous: str, width: int, head: int, o
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
-    model = Attention(width)
+    model = Attention(rows, width)
     for layer in (model.q, model.k):
-        layer.weight = nn.Parameter(distribute_tensor(torch.empty(width, width), mesh, [Shard(0)], src_data_rank=None))
+        layer.weight = nn.Parameter(distribute_tensor(torch.empty(rows, width), mesh, [Shard(0)], src_data_rank=None))
     layouts = {
         Attention: lambda module: {
             "q": module.q.weight.unflatten(0, (-1, head)),
@@ -85,23 +97,35 @@ def draw_shards(rank: int, world: int, rendezvous: str, width: int, head: int, o
     best = math.inf
     for _ in range(5):
         dist.barrier()
-        start = time.perf_counter()
+        start = time.process_time()
         ck.conditioned_(model, layouts=layouts)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     Path(f"{out}-{world}-{rank}").write_text(str(best))
     dist.destroy_process_group()
 
 
 def scaling(folder: Path, width: int = 2048, head: int = 64, turns: int = 2) -> dict[str, float]:
-    """Seconds per rank with one process and with two, one thread each, interleaved twice."""
-    times: dict[int, list[float]] = {1: [], 2: []}
+    """Processor seconds of one process, of each of two that share its work, and of one with half of it.
+
+    Half of the work may take less than half of the time: smaller buffers are used again, where larger ones may have to
+    be fetched from the system and cleared anew. So a rank of two is compared with a process that has its part alone,
+    too.
+    """
+    runs = {"one": (1, width), "half": (1, width // 2), "two": (2, width)}
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(turns):
-        for world in (1, 2):
-            out = str(folder / f"time-{turn}")
-            mp.spawn(draw_shards, (world, str(folder / f"rendezvous-{turn}-{world}"), width, head, out), nprocs=world)
-            times[world].append(max(float(Path(f"{out}-{world}-{rank}").read_text()) for rank in range(world)))
-    one, two = min(times[1]), min(times[2])
-    return {"width": width, "head_dim": head, "one": round(one, 4), "two": round(two, 4), "ratio": round(one / two, 3)}
+        for name, (world, rows) in runs.items():
+            out = str(folder / f"{name}-{turn}")
+            mp.spawn(draw_shards, (world, f"{out}-rendezvous", rows, width, head, out), nprocs=world)
+            times[name].append(max(float(Path(f"{out}-{world}-{rank}").read_text()) for rank in range(world)))
+    best = {name: min(each) for name, each in times.items()}
+    return {
+        "width": width,
+        "head_dim": head,
+        **{name: round(seconds, 4) for name, seconds in best.items()},
+        "ratio": round(best["one"] / best["two"], 3),
+        "ratio_of_half_alone": round(best["one"] / best["half"], 3),
+    }
 
 
 def main() -> None:
@@ -109,7 +133,11 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=("scaling", "8b", "70b"), help="measure one part and keep the others' results"
     )
-    only = parser.parse_args().only
+    parser.add_argument(
+        "--full", action="store_true", help="measure only the whole 8B model, and keep the others' results"
+    )
+    options = parser.parse_args()
+    only = "full" if options.full else options.only
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as name:
@@ -117,24 +145,26 @@ def main() -> None:
         if only in (None, "scaling"):
             found["scaling"] = scaling(folder)
         if only in (None, "8b"):
-            (folder / "8b").mkdir()
-            found["llama_8b_attention"] = streamed(LLAMA_8B, folder / "8b", "--attention-only")
+            found["llama_8b_attention"] = streamed(LLAMA_8B, folder, "--shard-size", "1GB", "--attention-only")
         if only in (None, "70b"):
-            (folder / "70b").mkdir()
-            two = streamed(LLAMA_70B | {"num_hidden_layers": 2}, folder / "70b", "--attention-only")
             layers = LLAMA_70B["num_hidden_layers"]
+            less = LLAMA_70B | {"num_hidden_layers": 2}
+            two = streamed(less, folder, "--shard-size", "1GB", "--attention-only")
             found["llama_70b_attention"] = {
                 "two_layers": two,
                 "extrapolated_seconds": round(two["seconds"] * layers / 2, 1),
                 "extrapolated_bytes": two["bytes"] * layers // 2,
                 "extrapolation": f"{layers} layers are {layers // 2} times two; memory does not grow with layers",
             }
+        if only == "full":
+            if shutil.disk_usage(folder).free < 20e9:
+                raise RuntimeError(f"{folder} has less than 20 GB free, which the whole model needs")
+            found["llama_8b_full"] = streamed(LLAMA_8B, folder, "--shard-size", "5GB")
     found["environment"] = {
         "torch": torch.__version__,
         "cores": os.cpu_count(),
         "threads": 1,
         "load_average": os.getloadavg()[0],
-        "peak_rss_of_children_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
     }
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")

@@ -430,7 +430,7 @@ def _null_vector(w: Tensor, gram: Tensor, terms: int) -> tuple[Tensor, Tensor]:
 
 def spectrum_of_gram(gram: Tensor, terms: int, rtol: float, small: SmallMatrix) -> tuple[Tensor, Tensor]:
     """:func:`spectrum` of matrices of which only the Gram matrices are here, float64; the one level there is."""
-    values = _extremes_of(gram, terms, gram.dtype, rtol, lambda *call: small.follow(*call, None)[0])
+    values = _extremes_of(gram, terms, gram.dtype, rtol, lambda g, delta, wanted: small.follow(g, delta, wanted, None)[0])
     _, max_low, max_high, _, min_low, min_high = values
     status = torch.full(gram.shape[:1], int(Status.TOLERANCE_NOT_MET), dtype=torch.int8, device=gram.device)
     status[(max_high * min_high <= (1 + rtol) * (max_low * min_low)) & (min_low > 0)] = int(Status.CONVERGED)

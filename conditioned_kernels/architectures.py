@@ -110,7 +110,8 @@ def from_config(config: Any) -> nn.Module:
         # A name of a model in transformers; any other, such as that of code beside a checkpoint, says nothing here.
         cls = getattr(transformers, named, None) if isinstance(named, str) else None
         if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
-            if not (isinstance(cls.config_class, type) and isinstance(config, cls.config_class)):
+            wanted = getattr(cls, "config_class", None)
+            if not (isinstance(wanted, type) and isinstance(config, wanted)):
                 raise ArchitectureError(
                     f"the configuration is a {type(config).__name__}, and the model {named} that it names is made from "
                     "another"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 # A pipe has no width of its own; wide enough keeps one row on one line.
-out = Console(width=None if sys.stdout.isatty() else 160)
+out = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 160)
 err = Console(stderr=True)
 
 Source = Annotated[
@@ -51,6 +53,8 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "
 def main() -> NoReturn:
     """Run the command line. Exit code: 0, 1 if ``verify``, ``probe`` or ``bench --compare`` finds a fault, 2 on error,
     130 on Ctrl-C."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal cannot show is no reason to lose a result
     try:
         code = app(standalone_mode=False) or 0  # without standalone mode, the exit code is returned
     except (KeyboardInterrupt, typer.Abort):
@@ -329,9 +333,9 @@ def bench(
             most=turns,
             say=lambda title: bar.update(task, description=title),
         )
-    tables.show(record, out)
     if json:
         json.write_text(measure.as_json(record), encoding="utf-8")
+    tables.show(record, out)
     if plot:
         reports.write_png(plot, scaling_figure(record))
     _written(json, plot)
@@ -339,7 +343,12 @@ def bench(
         found = list(comparing.regressions(old, record))
         for sentence in found:
             out.print(f"regression: {escape(sentence)}", highlight=False, soft_wrap=True)
-        out.print(f"{len(found)} regressions against {escape(printable(str(compare)))}", highlight=False)
+        compared = len(comparing.shared(old, record))
+        out.print(
+            f"{len(found)} regressions in {compared} ratios against {escape(printable(str(compare)))}",
+            highlight=False,
+            soft_wrap=True,
+        )
         raise typer.Exit(1 if found else 0)
 
 
@@ -368,7 +377,9 @@ def _table(rows: list[dict[str, Any]], *, words: bool = False) -> None:
     """Print rows as a table: columns of ``words`` may wrap, numbers after the first two columns stay whole."""
     if not rows:
         return
-    table = Table(header_style="bold", show_lines=words)
+    # Without lines between numbers, a layer's name has room beside them in 80 columns.
+    plain: dict[str, Any] = {"box": None, "pad_edge": False, "collapse_padding": True}
+    table = Table(header_style="bold", **({"show_lines": True} if words else plain))
     for number, name in enumerate(rows[0]):
         whole = number > 1 and not words
         table.add_column(escape(name), justify="right" if whole else "left", no_wrap=whole, overflow="fold")
@@ -394,10 +405,14 @@ def _counting(what: str) -> Iterator[Any]:
 def _check_output(option: str, path: Path | None, force: bool) -> None:
     if path is None:
         return
+    if path.is_dir():
+        raise ValueError(f"{option}: {path} is a folder, and a file is to be written")
     if path.exists() and not force:
         raise ValueError(f"{option}: {path} exists; pass --force to replace it")
     if not path.parent.is_dir():
         raise ValueError(f"{option}: the folder {path.parent} does not exist")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option}: there is no permission to write {path}")
 
 
 def _written(*paths: Path | None) -> None:

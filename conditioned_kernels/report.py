@@ -130,13 +130,14 @@ def kappa_figure(panels: Mapping[str, Sequence[ProjectionReport]]) -> Any:
             image = axis.imshow(
                 grids[name, label], vmin=0, vmax=top, cmap="viridis", aspect="auto", interpolation="nearest"
             )
-            axis.set_title(f"{name}: {role_name(label)}" if name else role_name(label), fontsize=9)
+            title = f"{name}: {role_name(label)}" if name else role_name(label)
+            axis.set_title(title, fontsize=9, parse_math=False)  # names may come from a file
             axis.set_xlabel("head", fontsize=8)
             if column == 0:
                 axis.set_ylabel("attention layer", fontsize=8)
             axis.tick_params(labelsize=7)
-            axis.xaxis.get_major_locator().set_params(integer=True)
-            axis.yaxis.get_major_locator().set_params(integer=True)
+            for line in (axis.xaxis, axis.yaxis):
+                line.get_major_locator().set_params(integer=True, min_n_ticks=1)  # one row has one tick
     if image is not None:
         bar = figure.colorbar(image, ax=axes.ravel().tolist(), shrink=0.8)
         bar.set_label("log10 kappa", fontsize=8)
@@ -187,7 +188,7 @@ class HtmlReport:
         body = "".join(
             "<tr>" + "".join(f"<td>{html.escape(cell(value))}</td>" for value in row.values()) + "</tr>" for row in rows
         )
-        table = f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        table = f"<div class=wide tabindex=0><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
         if folded:
             table = f"<details><summary>{html.escape(folded)}</summary>{table}</details>"
         self._parts.append(table)
@@ -199,7 +200,8 @@ class HtmlReport:
         data = base64.b64encode(buffer.getvalue()).decode("ascii")
         text = html.escape(caption, quote=True)
         self._parts.append(
-            f'<figure><img alt="{text}" src="data:image/png;base64,{data}"><figcaption>{text}</figcaption></figure>'
+            f'<figure tabindex=0><img alt="{text}" src="data:image/png;base64,{data}">'
+            f"<figcaption>{text}</figcaption></figure>"
         )
 
     def write(self, path: str | Path) -> None:
@@ -222,7 +224,10 @@ h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2.2rem}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
 th,td{padding:.25rem .6rem;border-bottom:1px solid #dde1e6;text-align:right;white-space:nowrap}
 th:first-child,td:first-child{text-align:left}
-figure{margin:1rem 0}img{max-width:100%;height:auto}figcaption{color:#5b636d;font-size:.85rem}
+td:first-child{white-space:normal;overflow-wrap:anywhere;min-width:9rem}
+figure{margin:1rem 0;overflow-x:auto}
+img{max-width:100%;height:auto}figcaption{color:#5b636d;font-size:.85rem}
+@media(max-width:40rem){figure img{max-width:none;width:44rem}}
 summary{cursor:pointer;margin:.8rem 0}
 """
 

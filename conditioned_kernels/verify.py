@@ -72,7 +72,8 @@ def verify(
 
     Returns
     -------
-    VerifyReport, true if everything holds within 1e-5 (float32), 1e-11 (float64) or eps of a half type.
+    VerifyReport, true if everything holds within 1e-5 (float32), 1e-11 (float64) or eps of a half type; with a report
+    within the looser of that of the dtype now and that of the dtype then.
 
     Raises
     ------
@@ -85,7 +86,7 @@ def verify(
             "report is of an initialization that was deferred on the meta device, which has touched nothing yet; "
             "verify what materialize_ returns"
         )
-    wanted = {(entry.parameter, entry.label): entry.gain for entry in report.touched} if report else None
+    wanted = {(entry.parameter, entry.label): entry for entry in report.touched} if report else None
     with weights_of(model):
         found = locate(model, Scope(where, layouts, strict))
         found_targets = resolve(found, outputs=wanted is not None)
@@ -98,9 +99,15 @@ def verify(
                 f"report is of another model: it has {', '.join(name for name, _ in sorted(missing))}, this one does "
                 "not"
             )
-        measured = measure_all(targets, [math.nan if wanted is None else wanted[target.key] for target in targets])
-    if report is not None:
-        return VerifyReport(tuple(measured), _failures(measured), found.unknown)
+        gains = [math.nan if wanted is None else wanted[target.key].gain for target in targets]
+        measured = measure_all(targets, gains)
+    if wanted is not None:
+        # Weights made in a half type and cast up since hold what that type could.
+        return VerifyReport(
+            tuple(measured),
+            _failures(measured, [wanted[target.key].dtype for target in targets]),
+            found.unknown,
+        )
     return judge(measured, gain=gain, roles=roles, unknown=found.unknown)
 
 
@@ -122,8 +129,10 @@ def judge(
     return VerifyReport(tuple(kept), _failures(kept), unknown)
 
 
-def _failures(entries: Sequence[ProjectionReport]) -> tuple[str, ...]:
-    return tuple(sentence for entry in entries if (sentence := _failure(entry)))
+def _failures(entries: Sequence[ProjectionReport], made: Sequence[torch.dtype] | None = None) -> tuple[str, ...]:
+    """One sentence per entry that does not hold; ``made`` says in which dtype each was initialized, if not its own."""
+    dtypes = [entry.dtype for entry in entries] if made is None else made
+    return tuple(sentence for entry, dtype in zip(entries, dtypes, strict=True) if (sentence := _failure(entry, dtype)))
 
 
 def _check_gain(gain: float | str) -> None:
@@ -133,8 +142,8 @@ def _check_gain(gain: float | str) -> None:
         _validate.positive(gain, "gain")
 
 
-def _failure(entry: ProjectionReport) -> str:
-    estimate, tolerance = entry.estimate, sigma_tolerance(entry.dtype)
+def _failure(entry: ProjectionReport, made: torch.dtype) -> str:
+    estimate, tolerance = entry.estimate, max(sigma_tolerance(entry.dtype), sigma_tolerance(made))
     gain = estimate.sigma_max if math.isnan(entry.gain) else entry.gain
     # The far ends of the brackets, so that what passes is proven and not only estimated.
     ends = (estimate.sigma_max_high / gain - 1, 1 - estimate.sigma_min_low / gain)

@@ -139,40 +139,59 @@ struct SmallMatrix {
   template <class Acc, bool symmetric, class B, class C>
   CK_FN void multiply(const T* a, const B* b, C* c, double alpha, double beta) const {
     constexpr int columns = Team::strip_bytes / static_cast<int>(sizeof(Acc));
-    using Wide = Lanes<Acc, columns>;
-    const int strips = N / columns;
-    for (int tile = team.rank; tile < strips * (N / tile_rows); tile += team.size) {
-      const int i0 = tile / strips * tile_rows;
-      const int j0 = tile % strips * columns;
-      if (symmetric && j0 + columns <= i0) continue;
-      Wide sum[tile_rows];
-      for (int i = 0; i < tile_rows; ++i) sum[i] = Wide::splat(0);
-      for (int k = 0; k < N; ++k) {
-        const Wide right = Wide::load(b + k * N + j0);
-        for (int i = 0; i < tile_rows; ++i) sum[i].add_product(Wide::splat(static_cast<Acc>(a[(i0 + i) * N + k])), right);
-      }
-      const bool on_diagonal = i0 < j0 + columns && j0 < i0 + tile_rows;
-      for (int i = 0; i < tile_rows; ++i) {
-        Acc each[columns];
-        sum[i].scale(static_cast<Acc>(alpha));
-        sum[i].store(each);
-        C* row = c + (i0 + i) * N + j0;
-        C* column = c + j0 * N + i0 + i;
-        if (on_diagonal) {
-          for (int w = 0; w < columns; ++w) {
-            if (symmetric && i0 + i > j0 + w) continue;
-            if (i0 + i == j0 + w) each[w] += static_cast<Acc>(beta);
-            row[w] = static_cast<C>(each[w]);
-            if (symmetric) column[w * N] = static_cast<C>(each[w]);
-          }
-        } else {
-          for (int w = 0; w < columns; ++w) row[w] = static_cast<C>(each[w]);
-          if (symmetric)
-            for (int w = 0; w < columns; ++w) column[w * N] = static_cast<C>(each[w]);
+    const int strips = N / columns, tiles = N / tile_rows;
+    if constexpr (IsAlone<Team>::value) {
+      // Rows of b are a power of two apart, as often as not, and would push each other out of the first-level cache.
+      constexpr int packed_rows = 256;
+      alignas(64) Acc packed[packed_rows * columns];
+      for (int strip = 0; strip < strips; ++strip) {
+        if (N <= packed_rows)
+          for (int k = 0; k < N; ++k) Lanes<Acc, columns>::load(b + k * N + strip * columns).store(packed + k * columns);
+        for (int tile = 0; tile < tiles; ++tile) {
+          if (N <= packed_rows)
+            multiply_tile<Acc, symmetric>(a, packed, columns, c, alpha, beta, tile * tile_rows, strip * columns);
+          else
+            multiply_tile<Acc, symmetric>(a, b + strip * columns, N, c, alpha, beta, tile * tile_rows, strip * columns);
         }
+      }
+    } else {
+      for (int tile = team.rank; tile < strips * tiles; tile += team.size) {
+        const int j0 = tile % strips * columns;
+        multiply_tile<Acc, symmetric>(a, b + j0, N, c, alpha, beta, tile / strips * tile_rows, j0);
       }
     }
     team.sync();
+  }
+
+  // The tile of c at (i0, j0); right has the rows of b from column j0 on, `stride` apart.
+  template <class Acc, bool symmetric, class B, class C>
+  CK_FN void multiply_tile(const T* a, const B* right, int stride, C* c, double alpha, double beta, int i0,
+                           int j0) const {
+    constexpr int columns = Team::strip_bytes / static_cast<int>(sizeof(Acc));
+    using Wide = Lanes<Acc, columns>;
+    if (symmetric && j0 + columns <= i0) return;
+    Wide sum[tile_rows];
+    for (int i = 0; i < tile_rows; ++i) sum[i] = Wide::splat(0);
+    for (int k = 0; k < N; ++k) {
+      const Wide row = Wide::load(right + k * stride);
+      for (int i = 0; i < tile_rows; ++i) sum[i].add_product(Wide::splat(static_cast<Acc>(a[(i0 + i) * N + k])), row);
+    }
+    const bool on_diagonal = i0 < j0 + columns && j0 < i0 + tile_rows;
+    for (int i = 0; i < tile_rows; ++i) {
+      Acc each[columns];
+      sum[i].scale(static_cast<Acc>(alpha));
+      sum[i].store(each);
+      C* row = c + (i0 + i) * N + j0;
+      C* column = c + j0 * N + i0 + i;
+      for (int w = 0; w < columns; ++w) {
+        if (on_diagonal) {
+          if (symmetric && i0 + i > j0 + w) continue;
+          if (i0 + i == j0 + w) each[w] += static_cast<Acc>(beta);
+        }
+        row[w] = static_cast<C>(each[w]);
+        if (symmetric) column[w * N] = static_cast<C>(each[w]);
+      }
+    }
   }
 
   // max |a|; scratch holds N values.

@@ -30,6 +30,16 @@ struct Solo {
   CK_FN void sync() const {}
 };
 
+// Whether a team never has more than one member, which is free to order its work for its cache.
+template <class Team>
+struct IsAlone {
+  static constexpr bool value = false;
+};
+template <>
+struct IsAlone<Solo> {
+  static constexpr bool value = true;
+};
+
 #if defined(__CUDACC__)
 // The threads of one CUDA block, one-dimensional.
 struct Block {

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -72,7 +73,9 @@ def test_ratios_floors_and_targets(clock):
         Contestant("rough", pause(2), lambda _: {RESIDUAL: 0.3}, stated={RESIDUAL: 0.5}),
         Skipped("absent", "it is not installed"),
     )
-    result = measure.measure(case(*contestants, work=work, targets={"slow": 100}), rates=RATES, budget=0, most=3)
+    result = measure.measure(
+        case(*contestants, work=work, targets={"slow": 100, "rough": 0.25}), rates=RATES, budget=0, most=3
+    )
     ours, slow, half, rough, absent = result.rows
     assert (result.turns, result.bound, result.floor) == (3, "memory", 2e-3)
     assert (ours.ratio, slow.ratio, half.ratio, rough.ratio) == pytest.approx((1, 5, 2.5, 0.5))
@@ -80,11 +83,13 @@ def test_ratios_floors_and_targets(clock):
     assert not rough.equal and rough.floor is None and rough.errors == {RESIDUAL: 0.3}
     assert absent.skipped == "it is not installed" and absent.best is None
     record = {"results": [measure.asdict(result)]}
-    assert list(tables.missed(record)) == ["job: slow 5.0 times ours, target 100"]
+    assert list(tables.missed(record)) == ["job: 5.0 times as fast as slow (target 100 missed)"]
     assert tables.skipped(record) == {"absent: it is not installed": ["job"]}
     text = tables.markdown(tables.result_table(record["results"][0]))
     assert "floor 2 ms (memory)" in text and "timed on 50 % of the heads" in text
-    assert "| rough | 2 | (0.50) |" in text  # brackets: no claim
+    assert "| rough | 2 | (0.50, target 0.25) |" in text  # brackets: no claim
+    [row] = tables.summary(record).rows
+    assert row[-1] == "5.0 times as fast as slow (target 100 missed); 200 % of rough (target 400 %)"
 
 
 def test_a_case_without_ours_times_nothing(clock):
@@ -222,7 +227,11 @@ def test_regressions_are_found_by_ratio(new, says):
 
 
 def test_cases_that_were_not_run_are_not_compared():
-    assert not list(compare.regressions(record_with(svd=4.0), {"results": []}))
+    old = record_with(svd=4.0)
+    other = {"results": [{"name": "other", "rows": [{"contestant": "ours", "ratio": 1.0, "equal": True}]}]}
+    assert not list(compare.regressions(old, {"results": [*old["results"], *other["results"]]}))
+    with pytest.raises(ValueError, match="nothing was compared"):
+        list(compare.regressions(old, other))
 
 
 def test_fit():
@@ -328,6 +337,7 @@ def test_command_lists_cases(run):
         (["--compare", "pyproject.toml"], "is no record of a benchmark"),
         (["--group", "stages", "--plot", "x.png"], "add --group growth"),
         (["--json", "/nowhere/a.json"], "the folder /nowhere does not exist"),
+        (["--json", "tests", "--force"], "tests is a folder"),
     ],
 )
 def test_command_errors(run, args, says, monkeypatch):
@@ -352,3 +362,13 @@ def test_kappa_of_a_checkpoint_is_that_of_float64():
         pytest.skip(contestants[0].reason)
     errors = contestants[0].errors(contestants[0].run())
     assert errors[KAPPA] < 1e-4
+
+
+def test_peak_of_a_program_is_its_own_and_not_that_of_the_one_that_ran_it():
+    """A child's ru_maxrss starts at what its parent had; benchmarks.sharded has the child say its VmHWM."""
+    from benchmarks.sharded import COMMAND
+
+    ballast = torch.ones(300_000_000)
+    said = subprocess.run([sys.executable, "-c", COMMAND, "version"], stdout=subprocess.PIPE, text=True, check=True)
+    version, peak = said.stdout.splitlines()
+    assert version.startswith("conditioned_kernels") and 50e6 < int(peak) < ballast.nbytes

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import conditioned_kernels as ck
@@ -410,3 +411,32 @@ def test_demo_training_is_reproducible_and_learns():
     assert first.curve == second.curve
     assert first.final < first.curve[0][1] - 0.5
     assert first.steps_to(first.final) == 8 and first.steps_to(0.0) is None
+
+
+def test_a_layers_name_stays_on_one_line_in_80_columns(monkeypatch):
+    entry = sources.measure_source(ENCODER)[0][0]
+    named = type(entry)(**{**entry.__dict__, "layer": "transformer.h.11.attn"})
+    monkeypatch.setattr(cli, "out", Console(width=80))
+    with cli.out.capture() as captured:
+        cli._table(cli.reports.layer_table([named]))
+    assert "transformer.h.11.attn" in captured.get()
+
+
+def test_streams_that_cannot_show_everything_or_are_closed():
+    """An ASCII terminal gets escapes, and a closed standard output, as of a service, is no error."""
+    code = """
+import importlib, sys
+from conditioned_kernels import cli
+cli.app = lambda **options: cli.out.print("R\u00b2 Q\u1d40")
+try:
+    cli.main()
+except SystemExit as stopped:
+    assert stopped.code == 0
+sys.stdout = None
+importlib.reload(cli)
+sys.argv[1:] = ["version"]
+cli.main()
+"""
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "R\\xb2 Q\\u1d40"), done.stderr

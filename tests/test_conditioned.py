@@ -761,6 +761,19 @@ def test_verify_fails_on_broken_weights(value: float) -> None:
         assert any("(q): head 0" in failure for failure in ck.verify(model, gain=gain).failures)
 
 
+@pytest.mark.parametrize(("made", "now"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
+def test_verify_asks_no_more_than_the_dtype_that_the_weights_were_made_in(made: torch.dtype, now: torch.dtype) -> None:
+    """Cast up after the call, as master weights are; a head that is off by more still fails."""
+    model = nn.TransformerEncoderLayer(64, 4, 8, batch_first=True).to(made)
+    report = ck.conditioned_(model, gain=0.3)
+    model.to(now)
+    assert ck.verify(model, report).ok
+    assert not ck.verify(model, gain=0.3).ok, "without the report its dtype is not known"
+    with torch.no_grad():
+        model.self_attn.in_proj_weight[:16] *= 1 + 2 * (torch.finfo(made).eps if made == torch.bfloat16 else 1e-5)
+    assert len(ck.verify(model, report).failures) == 1
+
+
 def test_verify_refuses_the_report_of_another_model() -> None:
     report = ck.conditioned_(encoder())
     with pytest.raises(ValueError, match=r"report is of another model: it has layers\.0\.self_attn\.in_proj_weight"):

@@ -221,6 +221,47 @@ def test_modules_used_twice_are_visited_once() -> None:
     assert [each.name for each in found.layers] == ["a.self_attn"]
 
 
+class Mixer(nn.Module):
+    """Attention by code alone: neither its name nor its children's say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.maps(x).unflatten(-1, (3, 4, 4)).transpose(1, 3).unbind(2)
+        return self.mixed(q, k, v).transpose(1, 2).flatten(2)
+
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+class SoftmaxMixer(Mixer):
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        attn = q @ k.mT
+        return attn.softmax(-1) @ v
+
+
+class Router(nn.Module):
+    """A softmax over experts, with a mask of attention at hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.gate(x).softmax(-1)
+
+
+@pytest.mark.parametrize(("cls", "unknown"), [(Mixer, True), (SoftmaxMixer, True), (Router, False)])
+def test_b08_attention_is_recognized_by_its_code(cls: type[nn.Module], unknown: bool) -> None:
+    """B08: beside a known layer it would be left out without a word (timm's ParallelScalingBlock, GPSA, SHMA)."""
+    model = nn.ModuleList([nn.MultiheadAttention(16, 4), cls()])
+    found = ck.find_attention(model)
+    assert [name for name, _ in found.unknown] == ["1"] * unknown
+    assert [layer.name for layer in found.layers] == ["0"]
+
+
 def test_names_alone_do_not_make_attention() -> None:
     """A gate or an adapter with "Attn" in its class is no unknown attention, so it does not stop the rest."""
     wav2vec2 = pytest.importorskip("transformers.models.wav2vec2.modeling_wav2vec2")

@@ -6,10 +6,11 @@ import dataclasses
 import io
 import json
 import math
+import struct
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def test_f19_summaries_are_finite_and_count() -> None:
         "log10_kappa_max/jacobian": math.log10(120.5),
         "log10_kappa_median/jacobian": math.log10(120.5),
         "log10_bound_max/jacobian": math.log10(5e4),
-        "nonfinite_heads": 0.0,
+        "nonfinite_jacobians": 0.0,
     }
     assert set(rows) == {0, 1}
 
@@ -217,6 +218,55 @@ def test_wandb_run_interface() -> None:
     ]
     assert run.rows == expected
     assert all(math.isfinite(value) for row in run.rows for value in row.values())
+
+
+def wandb_log(path: Path) -> Iterator[Any]:
+    """The records of a run's file: blocks of 32 KiB after 7 bytes, of pieces under (checksum, length, kind)."""
+    from wandb.proto.wandb_internal_pb2 import Record as Logged
+
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 0 < (left := -at % 32768) < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last piece
+            yield Logged.FromString(whole)
+            whole = b""
+
+
+def test_wandb_itself_offline_read_back(tmp_path: Path) -> None:
+    """Beside the training's own rows, whose step only goes up while the monitor's records come later."""
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    from conditioned_kernels.integrations.wandb import WandbSink
+
+    run = wandb.init(mode="offline", project="test", dir=str(tmp_path), settings=wandb.Settings(silent=True))
+    sink = WandbSink()
+    run.log({"loss": 1.0})
+    sink.write(RECORDS[:3])
+    run.log({"loss": 0.5})
+    sink.write(RECORDS[3:])
+    sink.close()
+    run.finish()
+    wandb.teardown()  # waits until the file is written
+    [path] = tmp_path.rglob("*.wandb")
+    rows, axes = [], {}
+    for logged in wandb_log(path):
+        if logged.WhichOneof("record_type") == "history":
+            row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in logged.history.item}
+            rows.append({key: value for key, value in row.items() if not key.startswith("_")})
+        elif logged.WhichOneof("record_type") == "metric":
+            axes[logged.metric.name or logged.metric.glob_name] = logged.metric.step_metric
+    assert axes == {"conditioning/step": "", "conditioning/*": "conditioning/step"}
+    (_, first), (_, second) = summarize(RECORDS)
+    assert rows == [
+        {"loss": 1.0},
+        {"conditioning/step": 0} | {f"conditioning/{tag}": value for tag, value in first.items()},
+        {"loss": 0.5},
+        {"conditioning/step": 1} | {f"conditioning/{tag}": value for tag, value in second.items()},
+    ]
 
 
 def test_live_view() -> None:

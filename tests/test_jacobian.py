@@ -62,7 +62,10 @@ def mechanic(name: str, tokens: int, d: int) -> dict[str, Any]:
         "softcap": {"softcap": 0.7},
         "rope": {"rope": rotary(tokens, d, False), "mask": distance >= 0},
         "partial rope in pairs": {"rope": rotary(tokens, d // 2, True)},
-        "rms norm": {"norm_q": HeadNorm("rms", randn(d, seed=9), eps=1e-3), "norm_k": HeadNorm("rms", eps=1e-3)},
+        "rms norm": {
+            "norm_q": HeadNorm("rms", randn(d, seed=9), eps=1e-3),
+            "norm_k": HeadNorm("rms", None, randn(d, seed=10), 1e-3),
+        },
         "layer norm, rope": {
             "norm_q": HeadNorm("layer", randn(d, seed=9), randn(d, seed=10), 1e-5),
             "norm_k": HeadNorm("layer", randn(d, seed=11), None, 1e-5),
@@ -161,7 +164,8 @@ def attend(heads: AttentionHeads, w_q: Tensor, w_k: Tensor, w_v: Tensor) -> Tens
         elif norm.kind == "rms":
             square = square / y.shape[-1]
         y = y / torch.sqrt(square + norm.eps)
-        return y if norm.gain is None else y * norm.gain
+        y = y if norm.gain is None else y * norm.gain
+        return y if norm.bias is None else y + norm.bias
 
     def turned(y: Tensor) -> Tensor:
         if heads.rope is None:
@@ -406,6 +410,33 @@ def test_more_outputs_than_independent_parameters_is_rank_deficient():
     lanczos = ck.jacobian_condition(heads, method="lanczos")
     assert lanczos.high == math.inf
     assert lanczos.status != Status.CONVERGED
+
+
+@pytest.mark.parametrize("seed", [7, 44, 117])
+def test_the_vector_of_the_smallest_value_has_nothing_left_of_the_largest(seed: int):
+    """F06: its quotient was 1e-6 off, at kappa 3e3, by what it had of eigenvectors whose values are 1e8 times as large."""
+    heads = replace(
+        problem("biases", 24, 8),
+        softcap=3.0,
+        sink=torch.zeros((), dtype=torch.float64),
+        norm_q=HeadNorm("layer", randn(8, seed=200 + seed), None, 1e-2),
+        x=randn(24, FEATURES, seed=100 + seed),
+        b_k=randn(8, seed=300 + seed),
+    )
+    assert float(ck.jacobian_condition(heads, method="exact").kappa) == pytest.approx(exact_kappa(heads), rel=1e-8)
+
+
+@pytest.mark.parametrize("value_dim", [7, 13])
+def test_more_outputs_than_parameters_may_have_full_rank(value_dim: int):
+    """J J^T then has null vectors whatever J is, and says nothing about sigma_min(J)."""
+    weights = (randn(n, 3, seed=i) for i, n in ((1, 1), (2, 1), (3, value_dim)))
+    heads = AttentionHeads(randn(12, 3), *weights, b_q=randn(1, seed=4), b_k=randn(1, seed=5))
+    assert heads.rows > heads.cols and (heads.spread < value_dim) == (value_dim == 13)
+    kappa = exact_kappa(heads)
+    assert float(ck.jacobian_condition(heads).kappa) == pytest.approx(kappa, rel=1e-8)
+    lanczos = ck.jacobian_condition(heads, method="lanczos")
+    assert float(lanczos.low) <= kappa * (1 + 1e-9) and lanczos.high == math.inf
+    assert lanczos.status == Status.TOLERANCE_NOT_MET and float(lanczos.kappa) == pytest.approx(kappa, rel=0.1)
 
 
 def test_the_bound_can_lie_below_kappa():

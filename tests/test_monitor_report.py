@@ -123,10 +123,14 @@ def test_odd_runs(tmp_path: Path) -> None:
         [Record(0, name, "jacobian", -1, status=name)],
         [Record(7, name, "q", 0, kappa=2.0, low=2.0, high=2.0)],
         [Record(7, name, "q", 0, kappa=math.nan), Record(8, name, "k.rope", 0, kappa=math.inf)],
+        [Record(7, name, "q", 0, status="non_finite", spectrum=each) for each in ((), (math.nan, math.nan))],
+        [Record(7, name, "$\\frac{$", 0, kappa=2.0, spectrum=each) for each in ((), (2.0, 1.0))],
     ):
         run_html(tmp_path / "page.html", name, records)
         text = (tmp_path / "page.html").read_text(encoding="utf-8")
         assert name not in text and "\x1b" not in text and "&lt;b&gt;&amp;" in text
+    axes = pictures.heat_maps([Record(7, name, "q", 0, kappa=2.0)], [7]).axes[0]
+    assert all(float(tick).is_integer() for tick in (*axes.get_xticks(), *axes.get_yticks()))  # one layer, one head
     with pytest.raises(ValueError, match="no records"):
         run_html(tmp_path / "page.html", "run", [])
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+from torch.optim.swa_utils import AveragedModel
 
 import conditioned_kernels as ck
 from conditioned_kernels.heads import LayoutError, Separate
@@ -105,6 +106,29 @@ def test_b24_only_classes_are_looked_through() -> None:
     model.module._orig_mod = encoder()
     found = ck.find_attention(compiled(model))
     assert [layer.name for layer in found.layers] == ["_orig_mod_proj.self_attn", "module._orig_mod.self_attn"]
+
+
+def test_b24_averages_and_fabrics_model_have_the_names_of_the_model() -> None:
+    """B24: and so the same weights."""
+    fabric = pytest.importorskip("lightning.fabric")
+    expected = encoder()
+    ck.conditioned_(expected)
+    for wrap in (AveragedModel, fabric.Fabric(accelerator="cpu").setup):
+        model = wrap(encoder())
+        assert ck.conditioned_(model).touched[0].parameter == "self_attn.in_proj_weight"
+        assert torch.equal(model.module.self_attn.in_proj_weight, expected.self_attn.in_proj_weight)
+
+
+def test_c01_offloaded_weights_are_refused() -> None:
+    """C01: on the meta device between forwards, with their values in hooks that bring the old ones back."""
+    accelerate = pytest.importorskip("accelerate")
+    model = Attention()
+    accelerate.cpu_offload(model, execution_device="cpu")
+    for call in (ck.conditioned_, ck.verify):
+        with pytest.raises(ValueError, match=r"q_proj\.weight is offloaded.*remove_hook_from_submodules"):
+            call(model, layouts=LAYOUTS)
+    accelerate.hooks.remove_hook_from_submodules(model)
+    assert ck.verify(model, ck.conditioned_(model, layouts=LAYOUTS), layouts=LAYOUTS).ok
 
 
 def test_b24_a_compiled_projection() -> None:
@@ -267,6 +291,14 @@ def test_b26_quantized_storage_is_refused_by_name_and_dtype(stored: Tensor) -> N
             call(model, layouts=LAYOUTS)
     with pytest.raises(TypeError, match=f"got {dtype}"):
         ck.find_attention(model, layouts={Attention: lambda module: {"k": module.k_proj.weight[None]}})
+
+
+def test_b26_dynamically_quantized_layers_are_refused_by_name() -> None:
+    """B26: their weight is a method."""
+    model = Attention()
+    model.k_proj.__dict__["weight"] = model.k_proj._parameters.pop("weight").detach
+    with pytest.raises(TypeError, match=r"'k_proj\.weight' of Attention is a method.*before quantizing"):
+        ck.conditioned_(model, layouts=LAYOUTS)
 
 
 @pytest.mark.parametrize("size", [256, 0])

@@ -39,16 +39,28 @@ def ratios(record: Mapping[str, Any]) -> dict[tuple[str, str], float]:
     }
 
 
+def shared(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    """The ratios of ``old`` in cases that ``new`` ran.
+
+    Raises
+    ------
+    ValueError
+        where there is none, and so nothing to compare.
+    """
+    ran = {result["name"] for result in new["results"]}
+    found = {key: ratio for key, ratio in ratios(old).items() if key[0] in ran}
+    if not found:
+        raise ValueError("--compare: the older record has no ratio of a case of this run, so nothing was compared")
+    return found
+
+
 def regressions(old: Mapping[str, Any], new: Mapping[str, Any], tolerance: float = TOLERANCE) -> Iterator[str]:
     """A sentence per ratio of ``new`` that is lower than in ``old`` by more than ``tolerance``, or is gone.
 
     Cases that ``new`` did not run are not compared.
     """
-    before, after = ratios(old), ratios(new)
-    ran = {result["name"] for result in new["results"]}
-    for (case, peer), was in before.items():
-        if case not in ran:
-            continue
+    after = ratios(new)
+    for (case, peer), was in shared(old, new).items():
         now = after.get((case, peer))
         if now is None:
             yield f"{case}: {peer} took {was:.2f} times as long as ours and is no longer measured"

@@ -273,8 +273,8 @@ def stage_contestants(stage: str, heads: int, cols: int, device: torch.device) -
     delta = _torch.gram_rounding(gram, terms).double()
     start = _ops.spectrum_bracket(gram, delta, 1e-3, cols)[1]
 
-    def bracket(*vectors: Tensor) -> tuple[Tensor, Tensor]:
-        bounds = _ops.spectrum_bracket(gram, delta, 1e-3, cols, *vectors)[0]
+    def bracket(vectors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        bounds = _ops.spectrum_bracket(gram, delta, 1e-3, cols, vectors)[0]
         return bounds[:, 3], bounds[:, 0]
 
     def eigenvalues() -> tuple[Tensor, Tensor]:

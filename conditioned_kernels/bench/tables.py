@@ -39,7 +39,7 @@ def result_table(result: Mapping[str, Any]) -> Table:
     kinds = tuple(dict.fromkeys(kind for row in rows for kind in row["errors"]))
     title = result["title"]
     if result["seconds"]:
-        title += f"; target {result['seconds']:g} s"
+        title += f"; target {result['seconds']:.3g} s"
     if result["floor"]:
         title += f"; floor {1e3 * result['floor']:.3g} ms ({result['bound']})"
     return Table(
@@ -66,9 +66,25 @@ def _milliseconds(seconds: float) -> str:
 
 def _ratio(row: Mapping[str, Any]) -> str:
     """In brackets where the result is not ours' equal, and so no claim."""
-    text = f"{row['ratio']:.1f}" if row["ratio"] >= 0.95 else f"{row['ratio']:.2f}"
-    text += f" (target {row['target']:g})" if row["target"] else ""
+    text = _times(row) + (f", target {row['target']:g}" if row["target"] else "")
     return text if row["equal"] else f"({text})"
+
+
+def _times(row: Mapping[str, Any]) -> str:
+    return f"{row['ratio']:.1f}" if row["ratio"] >= 0.95 else f"{row['ratio']:.2f}"
+
+
+def _aim(row: Mapping[str, Any]) -> str:
+    """A target and what was reached, in words: against another way to the result, or as the share of another job."""
+    said = " missed" if row["ratio"] < row["target"] else ""
+    if row["equal"]:
+        return f"{_times(row)} times as fast as {row['contestant']} (target {row['target']:g}{said})"
+    return f"{100 / row['ratio']:.3g} % of {row['contestant']} (target {100 / row['target']:.3g} %{said})"
+
+
+def _deadline(result: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    said = " missed" if ours["best"] > result["seconds"] else ""
+    return f"{ours['best']:.2g} s (target {result['seconds']:.2g} s{said})"
 
 
 def _remark(row: Mapping[str, Any]) -> str:
@@ -93,10 +109,10 @@ def missed(record: Record) -> Iterator[str]:
     for result in record["results"]:
         ours = result["rows"][0]
         if result["seconds"] and ours["best"] and ours["best"] > result["seconds"]:
-            yield f"{result['name']}: {ours['best']:.2f} s, target {result['seconds']:g} s"
+            yield f"{result['name']}: {_deadline(result, ours)}"
         for row in result["rows"]:
             if row["target"] and row["ratio"] is not None and row["ratio"] < row["target"]:
-                yield f"{result['name']}: {row['contestant']} {row['ratio']:.1f} times ours, target {row['target']:g}"
+                yield f"{result['name']}: {_aim(row)}"
 
 
 def summary(record: Record) -> Table:
@@ -108,9 +124,9 @@ def summary(record: Record) -> Table:
             continue
         peers = [row for row in others if row["equal"] and not row["contestant"].startswith(OURS)]
         fastest = min(peers, key=lambda row: row["ratio"], default=None)
-        targets = [f"{row['contestant']}: {_ratio(row)}" for row in others if row["target"]]
+        targets = [_aim(row) for row in others if row["target"]]
         if result["seconds"]:
-            targets.append(f"{ours['best']:.2f} s (target {result['seconds']:g} s)")
+            targets.append(_deadline(result, ours))
         rows.append(
             (
                 result["title"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -41,6 +43,27 @@ _CHILD_HINTS = (
     {"query_key_value"},
     {"qkv_proj"},
 )
+
+_ATTENDS = {
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+    "memory_efficient_attention",
+    "attention_interface",
+    "flex_attention",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+}
+"""Names in a method's code that say attention by themselves."""
+_WEIGHTS = {
+    "attn",
+    "attn_weights",
+    "attn_scores",
+    "attn_probs",
+    "attention_weights",
+    "attention_scores",
+    "attention_probs",
+}
+"""Names that do so beside a softmax."""
 
 _REGISTERED: dict[type[nn.Module], LayoutFunction] = {}
 
@@ -278,11 +301,23 @@ def _match(
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
-    if any(full_name(base) in NOT_ATTENTION for base in type(module).__mro__):
+    cls: type = type(module)
+    if any(full_name(base) in NOT_ATTENTION for base in cls.__mro__):
         return False
     children = set(module._modules) | set(module._parameters)
-    hinted = bool(_CLASS_HINT.search(type(module).__name__)) or any(hint <= children for hint in _CHILD_HINTS)
-    return hinted and any(parameter.ndim >= 2 for parameter in module.parameters())
+    hinted = bool(_CLASS_HINT.search(cls.__name__)) or any(hint <= children for hint in _CHILD_HINTS)
+    return (hinted or _attends(cls)) and any(parameter.ndim >= 2 for parameter in module.parameters())
+
+
+@functools.cache
+def _attends(cls: type) -> bool:
+    """Whether the code of the class computes attention itself, whatever it is called."""
+    if cls.__module__.startswith("torch."):
+        return False
+    methods = (inspect.unwrap(method) for base in cls.__mro__ for method in vars(base).values() if callable(method))
+    codes = (method.__code__ for method in methods if inspect.isfunction(method) and method.__name__ != "__init__")
+    names = {name for code in codes for name in (*code.co_names, *code.co_varnames)}
+    return bool(names & _ATTENDS) or ("softmax" in names and bool(names & _WEIGHTS))
 
 
 _BY_CLASS: dict[str, Family] = {name: family for family in FAMILIES for name in family.classes}

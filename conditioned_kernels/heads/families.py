@@ -391,6 +391,7 @@ NOT_ATTENTION = {
     "transformers.models.wav2vec2.modeling_wav2vec2.Wav2Vec2AttnAdapterLayer": "a bottleneck after the layer",
     "timm.layers.split_attn.SplitAttn": "a softmax over branches",
     "timm.layers.selective_kernel.SelectiveKernelAttn": "a softmax over branches",
+    "timm.layers.global_context.GlobalContext": "a gate per channel",
     "timm.layers.cbam.ChannelAttn": "a gate per channel",
     "timm.layers.cbam.SpatialAttn": "a gate per position",
 }

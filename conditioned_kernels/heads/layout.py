@@ -443,6 +443,11 @@ def weight_name(name: str) -> str:
 def head_rows(module: nn.Module, parameter: str, heads: int, head_dim: str = "", input_major: bool = False) -> int:
     """Rows of one head: the weight's output rows / heads, checked against the module's own head_dim if given."""
     weight = attribute(module, parameter)
+    if callable(weight) and not isinstance(weight, Tensor):
+        raise TypeError(
+            f"{parameter!r} of {type(module).__name__} is a method, as quantized layers have it, and no floating "
+            "weight; initialize before quantizing"
+        )
     if not isinstance(weight, Tensor):
         raise LayoutError(f"{parameter!r} of {type(module).__name__} must be a weight, got {type(weight).__name__}")
     # Before any shape: quantized storage has a shape of its own, and a placeholder has none.

@@ -13,6 +13,9 @@ WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
     "torch.nn.parallel.data_parallel.DataParallel": "module",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "torch.optim.swa_utils.AveragedModel": "module",
+    "lightning.fabric.wrappers._FabricModule": "_forward_module",
+    "lightning_fabric.wrappers._FabricModule": "_forward_module",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": "_checkpoint_wrapped_module",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper": "_checkpoint_wrapped_module",
 }
@@ -34,6 +37,12 @@ def unwrap(module: nn.Module) -> nn.Module:
         if inner is None:
             return module
         module = module._modules[inner]  # type: ignore[assignment]
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether hooks (accelerate's) keep weights of the model elsewhere, and leave it meta tensors between forwards."""
+    hooks = [module.__dict__.get("_hf_hook") for module in model.modules()]
+    return any(getattr(each, "offload", False) for hook in hooks for each in getattr(hook, "hooks", (hook,)))
 
 
 def look_through(module: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:

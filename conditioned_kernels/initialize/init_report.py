@@ -140,7 +140,5 @@ def stacked_rank(heads: Tensor) -> int | None:
     # The first row settles it for every dense matrix, without a pass over all of it.
     if flat.numel() == 0 or int(flat[0].count_nonzero()) > 1:
         return None
-    rows = flat != 0
-    if int(rows.sum(-1).max()) > 1:
-        return None
-    return int(rows.any(0).sum())
+    rows, columns = flat.nonzero().unbind(-1)
+    return None if bool((rows.diff() == 0).any()) else columns.unique().numel()

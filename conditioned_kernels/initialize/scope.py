@@ -13,7 +13,7 @@ from torch import nn
 from .. import distributed
 from ..heads.discover import Discovery, NoAttentionFound, Where, find_attention
 from ..heads.layout import LayoutFunction
-from ..heads.wrappers import quiet_parametrizations
+from ..heads.wrappers import is_offloaded, quiet_parametrizations
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,14 @@ def locate(model: nn.Module, scope: Scope) -> Discovery:
     """:func:`find_attention`, refusing a model without known attention and, if ``strict``, with unknown attention."""
     distributed.reshard(model)
     found = find_attention(model, where=scope.where, layouts=scope.layouts)
+    weights = ((layer, each) for layer in found.layers for each in layer.projections)
+    away = next((pair for pair in weights if distributed.is_meta(pair[0].weight(pair[1]))), None)
+    if away is not None and is_offloaded(model):
+        raise ValueError(
+            f"{away[0].parameter_name(away[1])} is offloaded: its values are not in the model but in accelerate's "
+            "hooks, which put them back for each forward; initialize before dispatching the model, or take the hooks "
+            "off with accelerate.hooks.remove_hook_from_submodules(model)"
+        )
     unknown = "; ".join(f"{name or 'the model itself'}: {reason}" for name, reason in found.unknown)
     remedy = (
         "Tell where its heads are with layouts={Class: function} or register_layout(Class, function), where function "

@@ -187,7 +187,7 @@ def _read_csv(path: Path) -> Iterator[Record]:
     reader = csv.DictReader(io.StringIO(_whole(path, CsvSink), newline=""))
     for row in reader:
         try:
-            row["spectrum"] = (row.get("spectrum") or "").split()  # type: ignore[assignment]
+            row["spectrum"] = (row.get("spectrum") or "").split()
             yield _record(row)
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}, line {reader.line_num}: not a record ({error})") from error

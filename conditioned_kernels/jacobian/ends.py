@@ -131,8 +131,9 @@ def _lowest(head: LinearHead, product: Tensor, delta: Tensor, margin: float) -> 
         return torch.linalg.solve_triangular(factor.mT, half, upper=True)[..., 0]
 
     ritz = largest(inverse, b, n, product.device, steps=_BOTTOM_STEPS, tolerance=1e-10)
-    # The quotient by J itself has none of the rounding of J J^T; by minimality it is an upper bound.
-    value = _quotient(head, ritz.vector)
+    # The quotient by J itself has none of the rounding of J J^T; by minimality it is an upper bound. What is left in the
+    # vector of the largest eigenvectors would count by their eigenvalues, and one more step of the inverse removes it.
+    value = _quotient(head, torch.nn.functional.normalize(inverse(ritz.vector), dim=-1))
     floor = value * (1 - margin)
     proven = usable & _positive(product, -floor)
     low = torch.maximum(torch.where(proven, floor - delta, 0.0).clamp_min(0).sqrt(), low)
@@ -151,12 +152,13 @@ def bracket(head: LinearHead, size: Size, rtol: float, max_steps: int) -> Ends:
     ceiling = torch.where(
         top.complete, top.value * (1 + rows * _EPS), top.value / (1 - lost) if lost < 1 else torch.inf
     )
-    if not size.spare:
+    if size.rows > size.cols:
+        bottom = high = _column_quotient(head, size, max_steps).sqrt()
+        low = torch.zeros_like(high)
+    elif not size.spare:
         value = _bottom_quotient(head, max_steps)
         bottom = high = value.sqrt()
         low = torch.minimum(low, high)
-    if size.rows > size.cols:
-        low = torch.zeros_like(low)
     return _ends(size, top.value, top.value, ceiling, bottom, low, high).judged(rtol)
 
 
@@ -172,6 +174,32 @@ def _bottom_quotient(head: LinearHead, max_steps: int) -> Tensor:
     start = precondition(gaussian(size * tokens, head.x.device).expand(b, -1))
     vector = smallest(head.gram_product, precondition, start, steps=max_steps, tolerance=1e-4)
     return _quotient(head, vector)
+
+
+def _column_quotient(head: LinearHead, size: Size, max_steps: int) -> Tensor:
+    """An upper bound of lambda_min(J^T J) for a J with more rows than columns, whose J J^T has null vectors at once.
+
+    J is block diagonal, and the blocks of the spare directions of value space have the columns of P X. Where columns
+    have been compressed away, they are zero.
+    """
+    b, device = len(head.output), head.x.device
+    shapes = [part.shape[1:] for part in head.vjp(head.turned(head.output))]
+    sizes = [shape.numel() for shape in shapes]
+    if sum(sizes) + size.spare * head.values.shape[-1] < size.cols:
+        return torch.zeros(b, dtype=head.p.dtype, device=device)
+
+    def split(u: Tensor) -> list[Tensor]:
+        return [part.unflatten(-1, shape) for part, shape in zip(u.split(sizes, -1), shapes, strict=True)]
+
+    def product(u: Tensor) -> Tensor:
+        return torch.cat([part.flatten(1) for part in head.vjp(head.jvp(*split(u)))], -1)
+
+    vector = smallest(product, lambda r: r, gaussian(sum(sizes), device).expand(b, -1), steps=max_steps, tolerance=1e-4)
+    value = head.jvp(*split(vector)).square().sum((-2, -1)) / vector.square().sum(-1)
+    if size.spare:
+        context = torch.linalg.svdvals(head.context())
+        value = torch.minimum(value, context[:, -1].square())
+    return value
 
 
 def _block_factors(head: LinearHead) -> Tensor:

@@ -90,7 +90,7 @@ class KappaGrowth(Alert):
             return ""
         said = f"kappa went from {before:.4g} to {record.kappa:.4g} in {steps} step{'s' if steps > 1 else ''}"
         if not math.isfinite(growth):
-            return said
+            return f"{said}, above a factor {self.per_step:g} per step"
         return f"{said}, a factor {growth:.4g} per step, above {self.per_step:g}"
 
 

@@ -59,7 +59,7 @@ def depth_curves(panels: Mapping[str, Mapping[str, Curve]], *, y: str) -> Any:
             axis.yaxis.set_minor_locator(LogLocator(subs=(1.5, 2, 3, 5, 7)))
             axis.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_title(title, fontsize=9)
+        axis.set_title(title, fontsize=9, parse_math=False)
         axis.set_xlabel("optimizer steps", fontsize=8)
         axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axis.grid(alpha=0.3, which="both", linewidth=0.5)
@@ -87,11 +87,19 @@ def jacobian_curves(records: Iterable[Record]) -> dict[str, dict[str, Curve]]:
     )
 
 
+def spectra(records: Iterable[Record]) -> list[Record]:
+    """Records with a spectrum that can be drawn."""
+    return [record for record in records if record.spectrum and all(map(math.isfinite, record.spectrum))]
+
+
 def spectra_figure(records: Sequence[Record], most: int = 4) -> Any:
-    """Singular values of the sampled heads at the start and the end, for at most ``most`` layers spread over depth."""
+    """Singular values of the sampled heads at the start and the end, for at most ``most`` layers spread over depth.
+
+    At least one of the records has to be one of :func:`spectra`.
+    """
     from matplotlib.figure import Figure
 
-    rows = [record for record in records if record.spectrum and math.isfinite(record.sigma_max)]
+    rows = spectra(records)
     labels = list(dict.fromkeys(row.projection for row in rows))
     layers = list(dict.fromkeys(row.layer for row in rows))
     count = min(most, len(layers))
@@ -109,11 +117,10 @@ def spectra_figure(records: Sequence[Record], most: int = 4) -> Any:
             axis.set_ylim(bottom=0)
             axis.tick_params(labelsize=7)
             axis.grid(alpha=0.3, linewidth=0.5)
-            axis.set_title(f"layer {layers.index(layer)}: {role_name(label)}", fontsize=8)
-    if rows:
-        axes[0][0].legend(frameon=False, fontsize=7)
-        axes[-1][0].set_xlabel("index", fontsize=8)
-        axes[0][0].set_ylabel("singular value", fontsize=8)
+            axis.set_title(f"layer {layers.index(layer)}: {role_name(label)}", fontsize=8, parse_math=False)
+    axes[0][0].legend(frameon=False, fontsize=7)
+    axes[-1][0].set_xlabel("index", fontsize=8)
+    axes[0][0].set_ylabel("singular value", fontsize=8)
     return figure
 
 

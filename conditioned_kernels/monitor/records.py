@@ -103,9 +103,10 @@ def summarize(records: Iterable[Record]) -> list[tuple[int, dict[str, float]]]:
     """Records as scalars per step, each step once and in order, for loggers.
 
     Per layer and projection: ``log10_kappa_max``, ``log10_kappa_median`` and ``sigma_min`` over the heads; for Jacobian
-    rows ``log10_bound_max`` too. Over all: ``nonfinite_heads``, how many heads have a kappa that is not finite. Every
-    value is finite, so that a logger neither fails on it nor hides it (field report F19): a sigma_min over heads that
-    are all non-finite is left out.
+    rows ``log10_bound_max`` too. Over all: ``nonfinite_heads``, how many head matrices have a kappa that is not finite,
+    and ``nonfinite_jacobians``, apart since a step's Jacobians may come a flush after its weights. Every value is
+    finite, so that a logger neither fails on it nor hides it (field report F19): a sigma_min over heads that are all
+    non-finite is left out.
     """
     steps: dict[int, dict[tuple[str, str], list[Record]]] = {}
     for record in records:
@@ -114,17 +115,17 @@ def summarize(records: Iterable[Record]) -> list[tuple[int, dict[str, float]]]:
     rows = []
     for step in sorted(steps):
         scalars: dict[str, float] = {}
-        nonfinite = 0
+        nonfinite: dict[str, float] = {}
         for (projection, layer), group in steps[step].items():
             tag = f"{projection}/{layer}" if layer else projection
             logs = sorted(record.log10_kappa for record in group)
-            nonfinite += sum(not math.isfinite(record.kappa) for record in group)
+            count = "nonfinite_jacobians" if projection == JACOBIAN else "nonfinite_heads"
+            nonfinite[count] = nonfinite.get(count, 0.0) + sum(not math.isfinite(record.kappa) for record in group)
             scalars[f"log10_kappa_max/{tag}"] = logs[-1]
             scalars[f"log10_kappa_median/{tag}"] = logs[(len(logs) - 1) // 2]
             if projection == JACOBIAN:
                 scalars[f"log10_bound_max/{tag}"] = max(capped_log10(record.bound) for record in group)
             elif finite := [record.sigma_min for record in group if math.isfinite(record.sigma_min)]:
                 scalars[f"sigma_min/{tag}"] = min(finite)
-        scalars["nonfinite_heads"] = float(nonfinite)
-        rows.append((step, scalars))
+        rows.append((step, scalars | nonfinite))
     return rows

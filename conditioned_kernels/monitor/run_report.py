@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..report import HtmlReport, printable
-from .pictures import depth_curves, heat_maps, jacobian_curves, latest, moments, spectra_figure, weight_curves
+from .pictures import depth_curves, heat_maps, jacobian_curves, latest, moments, spectra, spectra_figure, weight_curves
 from .records import Record
 
 WORST = 12
@@ -54,11 +54,10 @@ def _weights(page: HtmlReport, records: Sequence[Record]) -> None:
     if curves := weight_curves(records):
         page.heading("Worst head of each layer")
         page.figure(depth_curves(curves, y="kappa"), "Largest finite kappa over the heads of a layer")
-    spectra = [record for record in records if record.spectrum]
-    if spectra:
+    if spectra(records):
         page.heading("Spectra")
         page.figure(
-            spectra_figure(spectra), "All singular values of sampled heads, descending, at the start and the end"
+            spectra_figure(records), "All singular values of sampled heads, descending, at the start and the end"
         )
     first, last = (latest(records, moment) for moment in (when[0], when[-1]))
     page.heading("By projection")
