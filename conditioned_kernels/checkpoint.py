@@ -185,7 +185,8 @@ class Checkpoint:
             # Files of torch before 1.6 are no zip files, and cannot be mapped.
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         except Exception as error:  # torch raises many classes for damaged or pickled content
-            why = str(error).splitlines()[0].split(". ")[0]  # what follows advises to load without weights_only
+            # What follows the first sentence advises to load without weights_only.
+            why = (str(error) or type(error).__name__).splitlines()[0].split(". ")[0]
             raise CheckpointError(f"{file} cannot be loaded as plain tensors (weights_only=True): {why}") from error
         for nested in ("state_dict", "model"):
             if isinstance(loaded, Mapping) and isinstance(loaded.get(nested), Mapping):
