@@ -305,7 +305,8 @@ def _looks_like_attention(module: nn.Module) -> bool:
         return False
     children = set(module._modules) | set(module._parameters)
     hinted = bool(_CLASS_HINT.search(type(module).__name__)) or any(hint <= children for hint in _CHILD_HINTS)
-    return (hinted or _attends(type(module))) and any(parameter.ndim >= 2 for parameter in module.parameters())
+    attends = hinted or _attends(type(module))  # type: ignore[arg-type]
+    return attends and any(parameter.ndim >= 2 for parameter in module.parameters())
 
 
 @functools.cache
