@@ -43,7 +43,7 @@ def draw(summary: Summary, path: Path) -> str:
     axes[0, 0].set(ylabel=f"validation {metric}", title=f"mean and 95 % interval{bands} over {_seeds(summary)} seeds")
     for axis, title in zip(axes[0, 1:], ("exact κ(J), middle layer", "its bound (Theorem 3.1)"), strict=False):
         axis.set(
-            title=f"{title}; gaps: infinite, or above {CEILING:.0e}",
+            title=f"{title}\ngaps: infinite, or above {CEILING:.0e}",
             ylabel="median over heads, last seed",
             yscale="log",
         )

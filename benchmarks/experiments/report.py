@@ -335,7 +335,7 @@ def _ranks(found: Sequence[Summary]) -> str:
     for summary in found:
         rows = [row for row in summary.rows if row.values and row.jacobian]
         rows = [row for row in rows if row.jacobian[0]["kappa"] and row.jacobian[0]["bound"]]
-        if len(rows) >= 5:
+        if len(rows) >= 8:
             sign = 1 if summary.higher_is_better else -1
             results = [sign * row.final.mean for row in rows]
             kappa, bound = (spearmanr([-row.jacobian[0][name] for row in rows], results) for name in ("kappa", "bound"))
