@@ -2,7 +2,9 @@
 
 ``python -m benchmarks.soak --cells 500 --json FILE`` draws that many cells (family, sizes, dtype, storage, options,
 fault) from a seed, runs each in a scratch folder, and judges what happened by an oracle of its own: the file read by
-the safetensors library, its tensors loaded into the real model, and float64 singular values of every head.
+the safetensors library, its tensors loaded into the real model, and float64 singular values of every head. About a
+quarter of the cells are streamed to shards (``--shard-size``): there a fault leaves finished shards, of which in some
+cells one is damaged too, and the same command must then continue and come to the right result.
 
 An outcome is one of
 
@@ -45,6 +47,7 @@ from conditioned_kernels.file_schemes import InitOptions
 from conditioned_kernels.initialize.measure import sigma_tolerance
 from conditioned_kernels.initialize.scope import Scope, locate
 from conditioned_kernels.initialize.target import resolve
+from conditioned_kernels.shards import INDEX, NOTES
 from conditioned_kernels.sources import init_file, measure_source
 from conditioned_kernels.verify import judge
 
@@ -130,6 +133,7 @@ class Cell:
     to_folder: bool
     replaces: bool
     fault: str
+    shard_size: int | None = None
 
     @property
     def options(self) -> InitOptions:
@@ -164,9 +168,10 @@ def draw(seed: int, number: int) -> Cell:
         rng.choice(("unit", "unit", "preserve", 0.5)),
         rng.choice(("block", "repeat", "semi_orthogonal", "keep")),
         rng.random() < 0.3,
-        rng.random() < 0.5,
+        to_folder := rng.random() < 0.5,
         rng.random() < 0.5,
         rng.choice(FAULTS),
+        rng.choice((None, 1 << 10, 1 << 13, 1 << 16)) if to_folder else None,
     )
 
 
@@ -203,7 +208,17 @@ class Run:
         base = self.disk or folder
         self.out = base / "out" if cell.to_folder else base / "out.safetensors"
         self.file = self.out / "model.safetensors" if cell.to_folder else self.out
+        self.streamed = cell.shard_size is not None
         self.before: dict[str, bytes] = {}
+
+    @property
+    def written(self) -> list[Path]:
+        """The files of weights that are there, one or several."""
+        return sorted(self.out.glob("*.safetensors")) if self.streamed else [self.file]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the written files hold."""
+        return {name: value for path in self.written for name, value in load_file(path).items()}
 
     # --- what is there before ---------------------------------------------------------------------------------------
 
@@ -261,7 +276,9 @@ class Run:
             config=self.config if architectures.is_architecture(self.source) or self.like else None,
             dtype=DTYPES[cell.dtype],
             attention_only=cell.attention_only,
-            force=cell.replaces,
+            shard_size=cell.shard_size,
+            # A folder of shards that has another model is to be kept, so that nothing of it may change.
+            force=cell.replaces and not self.streamed,
             progress=progress,
         )
 
@@ -293,7 +310,12 @@ class Run:
         if not str(error).strip():
             return WRONG, f"{type(error).__name__} without a sentence"
         changed = self._harm()
-        return (LOST, changed) if changed else (REFUSED, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        if changed and self.streamed and not self.cell.replaces:
+            # Finished shards stay, for the same command to continue.
+            outcome, why = self._continued()
+            return (REFUSED if outcome == RIGHT else outcome), f"{str(error).splitlines()[0]}; continued: {why}"
+        why = str(error).splitlines()[0].replace(str(self.out), "OUT").replace(str(self.folder), "SCRATCH")
+        return (LOST, changed) if changed else (REFUSED, f"{type(error).__name__}: {why}")
 
     # --- faults -----------------------------------------------------------------------------------------------------
 
@@ -310,6 +332,9 @@ class Run:
 
         ended = _in_child(child, kill_after=most if at_any_moment else None)
         harm = self._harm()
+        if self.streamed and not self.cell.replaces:
+            outcome, why = self._continued()
+            return outcome, f"{ended}, then continued: {why}"
         if harm and not self._complete():
             return LOST, f"after {ended}: {harm}"
         if self.file.exists() and not self.cell.replaces:
@@ -317,6 +342,27 @@ class Run:
         self.init()
         outcome, why = self.judged()
         return outcome, f"{ended}, then repeated: {why}"
+
+    def _continued(self) -> tuple[str, str]:
+        """The same command after it was stopped, with room on the disk; in some cells a finished shard is damaged."""
+        for path in self.written:
+            try:
+                load_file(path)
+            except Exception as error:  # the library has a class of its own for every kind of damage
+                return LOST, f"the shard {path.name} is half-written: {error}"
+        if (self.out / INDEX).exists():
+            return self.judged()
+        if self.disk is not None:
+            (self.disk / "filler").unlink(missing_ok=True)
+        if self.written and self.rng.random() < 0.3:
+            victim = self.rng.choice(self.written)
+            data = bytearray(victim.read_bytes())
+            data[self.rng.randrange(len(data))] ^= 1
+            victim.write_bytes(bytes(data))
+        if not (self.out / NOTES).exists() and self.written:
+            return self.judged()  # one shard, complete, needs no index
+        self.init()
+        return self.judged()
 
     def _no_room(self) -> tuple[str, str]:
         """A limit on the file's size, or a disk that ends somewhere: in the weights, or just behind them."""
@@ -333,13 +379,14 @@ class Run:
         return outcome, f"there was room: {why}"
 
     def _rehearsed(self) -> int:
-        """Bytes of the weights' file, from writing it elsewhere."""
-        out, self.out = self.out, self.folder / "rehearsal.safetensors"
+        """Bytes of the weights' files, from writing them elsewhere; under a limit per file, of the largest shard."""
+        out, self.out = self.out, self.folder / ("rehearsal" if self.streamed else "rehearsal.safetensors")
+        file, self.file = self.file, self.out
         self.init()
-        size = self.out.stat().st_size
-        self.out.unlink()
-        self.out = out
-        return size
+        sizes = [path.stat().st_size for path in self.written]
+        shutil.rmtree(self.out) if self.streamed else self.out.unlink()
+        self.out, self.file = out, file
+        return max(sizes) if self.disk is None else sum(sizes)
 
     def _broken_config(self) -> tuple[str, str]:
         """A configuration that is no JSON object, or none of this type."""
@@ -357,7 +404,8 @@ class Run:
     def _damaged(self, fault: str) -> tuple[str, str]:
         """Write a good file, damage it, and look at it with ``verify``, ``inspect`` and ``init``."""
         self.init()
-        good = self.file.read_bytes()
+        victim = self.rng.choice(self.written)
+        good = victim.read_bytes()
         header = 8 + int.from_bytes(good[:8], "little")
         if fault == "truncated":
             bad = good[: self.rng.randrange(len(good))]
@@ -367,15 +415,16 @@ class Run:
             for _ in range(self.rng.randint(1, 4)):
                 flipped[self.rng.randrange(low, high)] ^= 1 << self.rng.randrange(8)
             bad = bytes(flipped)
-        self.file.write_bytes(bad)
+        victim.write_bytes(bad)
         again = self.folder / "again.safetensors"
         try:
-            truth = load_file(self.file)
+            truth = self.tensors()
         except Exception:  # the library has a class of its own for every kind of damage
             truth = {}
         try:
-            entries = self.measured(self.file)
-            init_file(str(self.file), again, options=self.cell.options, like=self.cell.source, config=self.config)
+            source = self.out if self.streamed else self.file
+            entries = self.measured(source)
+            init_file(str(source), again, options=self.cell.options, like=self.cell.source, config=self.config)
         except CLEAR as error:
             if again.exists():
                 return LOST, "init left a file behind"
@@ -389,8 +438,8 @@ class Run:
 
     def judged(self) -> tuple[str, str]:
         """Is the written file what was asked for, and is it reported so?"""
-        tensors = load_file(self.file)
-        outcome, why = self._agree(self.measured(self.file), tensors)
+        tensors = self.tensors()
+        outcome, why = self._agree(self.measured(self.out if self.streamed else self.file), tensors)
         if outcome != RIGHT:
             return outcome, why
         if stray := self._stray():
@@ -400,10 +449,30 @@ class Run:
             return WRONG, f"--attention-only wrote {sorted(set(tensors) ^ names)}"
         original = self.model.state_dict()
         for name, value in tensors.items():
-            kept = name not in names
-            if kept and not torch.equal(value, original[name].to(value.dtype)):
+            drawn = name in names or (self.streamed and self.cell.storage == "architecture")
+            if not drawn and not torch.equal(value, original[name].to(value.dtype)):
                 return WRONG, f"{name} changed"
+            if value.is_floating_point() and not bool(value.isfinite().all()):
+                return WRONG, f"{name} has no value"
+        if self.streamed and (bad := self._unlike_index(tensors, original)):
+            return WRONG, bad
         return RIGHT, why
+
+    def _unlike_index(self, tensors: Mapping[str, Tensor], original: Mapping[str, Tensor]) -> str:
+        """What is wrong with a folder of shards as a whole; "" if nothing is."""
+        if len(self.written) > 1:
+            listed = json.loads((self.out / INDEX).read_text())["weight_map"]
+            if {name: path.name for path in self.written for name in load_file(path)} != listed:
+                return "the index does not say where the tensors are"
+        if (self.out / NOTES).exists():
+            return "the folder still counts as unfinished"
+        for path in self.written:
+            held = load_file(path)
+            if len(held) > 1 and sum(value.nbytes for value in held.values()) > (self.cell.shard_size or 0):
+                return f"{path.name} is larger than a shard shall be"
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
+        missing = set(original) - set(tensors) - tied
+        return f"{min(missing)} is missing" if missing and not self.cell.attention_only else ""
 
     def _agree(self, entries: Sequence[Any], tensors: dict[str, Tensor]) -> tuple[str, str]:
         """verify against float64 singular values of every head, and inspect's brackets against them."""
@@ -566,6 +635,7 @@ def soak(cells: int, seed: int, say: Callable[[str], None] = lambda _: None) -> 
         "seed": seed,
         "cells": cells,
         "families": sorted({cell.family for cell, _, _ in outcomes}),
+        "streamed to shards": sum(cell.shard_size is not None for cell, _, _ in outcomes),
         "full disk": full_disk,
         "seconds": time.perf_counter() - start,
         "counts": {kind: sum(counter[kind] for counter in by_fault.values()) for kind in (RIGHT, REFUSED, WRONG, LOST)},
@@ -585,9 +655,12 @@ def as_markdown(record: Mapping[str, Any]) -> str:
         for fault, counts in record["by fault"].items()
     ]
     rows.append(("all", str(record["cells"]), *(str(record["counts"][kind]) for kind in kinds)))
+    # Records of before there were any do not say so.
+    streamed = record.get("streamed to shards", 0)
     title = (
         f"Soak, seed {record['seed']}: {record['cells']} models and checkpoints of {len(record['families'])} families, "
-        f"{record['environment']['date']}; the full disk was {record['full disk']}"
+        f"{streamed} of them streamed to shards, {record['environment']['date']}; the full disk "
+        f"was {record['full disk']}"
     )
     return markdown(Table(title, ("fault", "tried", *kinds), rows))
 

@@ -1,9 +1,9 @@
-"""The package's ops: the extension's four, and the two opaque ones that public functions call.
+"""The package's ops: the extension's five, and the two opaque ones that public functions call.
 
-``gram``, ``gram_factor``, ``spectrum_bracket`` and ``philox_normal_`` are defined in csrc/ops.cpp; here are their fake
-implementations, vmap rules and thin callers. ``orthogonal_factor`` and ``spectrum`` wrap the whole data-dependent
-computation (its number of passes depends on the values), so that torch.compile, FakeTensor and torch.vmap see one
-op with a known output shape.
+``gram``, ``product_``, ``gram_factor``, ``spectrum_bracket`` and ``philox_normal_`` are defined in csrc/ops.cpp; here
+are their fake implementations, vmap rules and thin callers. ``orthogonal_factor`` and ``condition_number`` wrap the
+whole data-dependent computation (its number of passes depends on the values), so that torch.compile, FakeTensor and
+torch.vmap see one op with a known output shape.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def native() -> Any:
         raise RuntimeError(f"the extension is not available: {_extension.load().sentence}")
     for name, fake, vmap in (
         ("gram", _gram_fake, _gram_vmap),
+        ("product_", _product_fake, None),
         ("gram_factor", _gram_factor_fake, _gram_factor_vmap),
         ("spectrum_bracket", _spectrum_bracket_fake, _spectrum_bracket_vmap),
         ("philox_normal_", _philox_normal_fake, None),
@@ -92,6 +93,23 @@ def _unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def product_(out: Tensor, factor: Tensor, weights: Tensor) -> None:
+    """out = F W of each matrix of a batch on the CPU.
+
+    Parameters
+    ----------
+    out : (b, r, c), any strides, no wider than ``factor`` and no narrower than ``weights``, which it may be.
+    factor : (b, r, r), contiguous, float32 or float64: what is multiplied and summed in.
+    weights : (b, r, c), bfloat16, float32 or float64, any strides.
+
+    Notes
+    -----
+    *Accuracy.* Each element has |error| <= r u sum |f||w|, and the rounding to ``out``. *Cost.* 2 r^2 c flops; one
+    thread per matrix.
+    """
+    native().product_(out, factor, weights)
+
+
 def gram_factor(gram: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:
     """Factor of each Gram matrix: G^(-1/2) for "polar", L^-1 with G = L L^T for "qr".
 
@@ -116,7 +134,7 @@ def gram_factor(gram: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def spectrum_bracket(
-    gram: Tensor, error: Tensor, rtol: float, max_steps: int, start: Tensor | None = None, give_up: bool = False
+    gram: Tensor, error: Tensor, rtol: float, max_steps: int, start: Tensor | None = None, *, give_up: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Certified extreme eigenvalues of each Gram matrix.
 
@@ -164,7 +182,16 @@ def _follow(gram: Tensor, rounding: Tensor, rtol: float, vectors: Tensor | None)
 
 def _gram(weights: Tensor) -> Tensor:
     # On a GPU the library's product is as fast as it gets.
-    return gram(weights) if weights.device.type == "cpu" else _torch.gram_plain(weights)
+    if weights.device.type != "cpu":
+        return _torch.gram_plain(weights)
+    return gram(weights.float() if weights.dtype == torch.float16 else weights)
+
+
+def _product(factor: Tensor, weights: Tensor, out: Tensor) -> None:
+    if weights.device.type != "cpu":
+        _torch.product_plain(factor, weights, out)
+        return
+    product_(out, factor, weights.float() if weights.dtype == torch.float16 else weights)
 
 
 def _gram_terms(weights: Tensor, work: torch.dtype) -> tuple[Tensor, int]:
@@ -180,7 +207,7 @@ def _gram_terms(weights: Tensor, work: torch.dtype) -> tuple[Tensor, int]:
 
 
 _TORCH = _torch.SMALL_MATRIX
-_EXTENSION = _torch.SmallMatrix(_factor, _extremes, _follow, _gram, _gram_terms)
+_EXTENSION = _torch.SmallMatrix(_factor, _extremes, _follow, _gram, _product, _gram_terms)
 
 
 def small_matrix(backend: str, matrices: Tensor) -> _torch.SmallMatrix:
@@ -249,6 +276,10 @@ def _gram_fake(weights: Tensor, wide_products: bool = False, wide_gram: bool = F
     b, r, _ = weights.shape
     dtype = torch.float64 if wide_gram else _torch.work_dtype(weights.dtype)
     return weights.new_empty(b, r, r, dtype=dtype)
+
+
+def _product_fake(out: Tensor, factor: Tensor, weights: Tensor) -> None:
+    return None
 
 
 def _gram_factor_fake(gram: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,6 +19,9 @@ from ._status import Status
 CHUNK_BYTES = 64 << 20
 """Workspace cap per batch chunk, in bytes of the working copy."""
 
+LONG = 1 << 12
+"""Columns of a plain product: with more, its rounding alone uses up the tolerance of an orthogonal factor."""
+
 NEWTON_STEPS = 5
 """Coupled Newton-Schulz steps in the working precision; with the last one in fp64 they take
 ||I - r G / trace|| from 0.75 (Gaussian, r/c = 1/4) to 1e-11."""
@@ -76,8 +79,23 @@ def residual_tolerance(dtype: torch.dtype) -> float:
 
 
 def gram_plain(w: Tensor) -> Tensor:
-    """W W^H as one batched product."""
-    return w @ w.mH
+    """W W^H in the work dtype; of many columns in blocks, whose products are added in fp64 so that the error stays."""
+    work = _WORK[w.dtype]
+    blocks = [w[..., start : start + LONG].to(work) for start in range(0, w.shape[-1], LONG)]
+    if len(blocks) < 2:
+        return w.to(work) @ w.to(work).mH
+    total = torch.zeros(*w.shape[:-1], w.shape[-2], dtype=_WIDE.get(work, work), device=w.device)
+    for block in blocks:
+        total += block @ block.mH
+    return total.to(work)
+
+
+def product_plain(factor: Tensor, w: Tensor, out: Tensor) -> None:
+    """out = F W, multiplied in the dtype of F; ``out`` may be ``w``."""
+    if out is w or not out.dtype == w.dtype == factor.dtype:
+        out.copy_(factor @ w.to(factor.dtype))
+    else:
+        torch.bmm(factor, w, out=out)
 
 
 def orthogonality_residual(q: Tensor, gram: Callable[[Tensor], Tensor] = gram_plain) -> Tensor:
@@ -98,7 +116,8 @@ class SmallMatrix(NamedTuple):
         not be good where ``rounding`` puts ``rtol`` out of reach.
     follow : (gram, rounding, rtol, vectors or None) -> (the same brackets, vectors): the vectors of one call speed up
         the next, on a matrix that has changed little; None where the backend has no use for them.
-    gram : w -> W W^H, summed in any order.
+    gram : w -> W W^H in w's work dtype, summed in any order.
+    product : (factor, w, out): out = F W, multiplied in the dtype of F; ``out`` has the work dtype of w and may be w.
     gram_terms : (w, dtype) -> (W W^H, k) with products in ``dtype`` and the k of :func:`gram_rounding`; W W^H may be
         wider than that.
     """
@@ -107,6 +126,7 @@ class SmallMatrix(NamedTuple):
     extremes: Extremes
     follow: Callable[[Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor | None]]
     gram: Callable[[Tensor], Tensor]
+    product: Callable[[Tensor, Tensor, Tensor], None]
     gram_terms: Callable[[Tensor, torch.dtype], tuple[Tensor, int]]
 
 
@@ -126,59 +146,72 @@ def orthogonalize(weights: Tensor, method: str, out: Tensor, small: SmallMatrix)
         for start in range(0, b, step):
             part = slice(start, start + step)
             q = out[part] if direct else torch.empty(out[part].shape, dtype=work, device=out.device)
-            residual[part], status[part] = _orthogonalize_chunk(weights[part].to(work), method, q, small)
+            residual[part], status[part] = _orthogonalize_chunk(weights[part], method, q, small)
             if not direct:
                 # The certificate belongs to what the caller gets, so it is measured after the cast.
-                residual[part] = orthogonality_residual(out[part].copy_(q).to(work), small.gram)
+                residual[part] = orthogonality_residual(out[part].copy_(q), small.gram)
     return residual, status
 
 
 def _orthogonalize_chunk(w: Tensor, method: str, q: Tensor, small: SmallMatrix) -> tuple[Tensor, Tensor]:
     """One Gram pass for all; what its certificate refuses goes, as a smaller batch, to the careful path."""
-    torch.bmm(small.factor(small.gram(w), method), w, out=q)
+    small.product(small.factor(small.gram(w), method), w, q)
     residual = orthogonality_residual(q, small.gram)
     status = torch.zeros(w.shape[0], dtype=torch.int8, device=w.device)
     index = (~(residual <= residual_tolerance(w.dtype))).nonzero().flatten()
     if index.numel():
-        q[index], residual[index], status[index] = careful(w[index], q[index], residual[index], method)
+        some = _chosen(q, index)
+        _, residual[index], status[index] = careful(_chosen(w, index), some, residual[index], method, small)
+        if some is not q:
+            q[index] = some
     return residual, status
 
 
-def careful(w: Tensor, q: Tensor, residual: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Second Cholesky pass, then the Gram route in fp64, then Householder QR or the SVD in fp64.
+def careful(
+    w: Tensor, q: Tensor, residual: Tensor, method: str, small: SmallMatrix | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Second Cholesky pass, then the Gram route in fp64, then Householder QR or the SVD in fp64, written to ``q``.
 
     A second pass on the first Q completes QR (CholeskyQR2, stable while the first residual is below
     1/2), since R factors compose. It does not give the polar factor of ``w``, whose error would stay
     eps kappa^2, so "polar" goes straight to fp64. fp64 takes the place of shifted CholeskyQR3: it
     reaches kappa 1e7 in one pass, which is all that float32 input can hold.
     """
-    wide = _WIDE.get(w.dtype, w.dtype)
-    stages: list[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = []
-    if method == "qr":
-        q = torch.where((residual < 0.5)[:, None, None], q, torch.nan)
-        stages.append(lambda _, q: _gram_pass(q, _inverse_cholesky))
-    if wide != w.dtype:
-        stages.append(lambda w, _: _gram_pass(_scaled(w.to(wide)), _WIDE_FACTORS[method]))
-    stages.append(lambda w, _: _LAPACK[method](_scaled(w.to(wide))))
+    small = small or SMALL_MATRIX
+    work = _WORK[w.dtype]
+    wide = _WIDE.get(work, work)
+
+    def second(_: Tensor, q: Tensor, residual: Tensor) -> Tensor:
+        factor = small.factor(small.gram(q), "qr")
+        small.product(torch.where((residual < 0.5)[:, None, None], factor, torch.nan), q, q)
+        return torch.zeros_like(residual, dtype=torch.int8)
+
+    def in_double(w: Tensor, q: Tensor, residual: Tensor) -> Tensor:
+        gram = small.gram_terms(w, wide)[0]
+        # LAPACK's eigensolver raises for the whole batch on one NaN, so those are factored as zeros and refused.
+        gram = torch.where(gram.isfinite().all(-1).all(-1)[:, None, None], gram, 0)
+        small.product(_inverse_sqrt_eigh(gram) if method == "polar" else small.factor(gram, method), w, q)
+        return torch.zeros_like(residual, dtype=torch.int8)
+
+    def lapack(w: Tensor, q: Tensor, _: Tensor) -> Tensor:
+        result, state = _LAPACK[method](_scaled(w.to(wide)))
+        q.copy_(result)
+        return state
+
+    stages = [*([second] if method == "qr" else []), *([in_double] if wide != work else []), lapack]
     status = torch.full((w.shape[0],), int(Status.TOLERANCE_NOT_MET), dtype=torch.int8, device=w.device)
     for stage in stages:
         index = (status == Status.TOLERANCE_NOT_MET).nonzero().flatten()
         if not index.numel():
             break
-        result, state = stage(w[index], q[index])
-        q[index] = result.to(q.dtype)
-        residual[index] = orthogonality_residual(q[index])
+        some = _chosen(q, index)
+        state = stage(_chosen(w, index), some, residual[index])
+        if some is not q:
+            q[index] = some
+        residual[index] = orthogonality_residual(some, small.gram)
         open_ = (state == Status.CONVERGED) & ~(residual[index] <= residual_tolerance(w.dtype))
         status[index] = torch.where(open_, int(Status.TOLERANCE_NOT_MET), state)
     return q, residual, status
-
-
-def _gram_pass(w: Tensor, factor: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    # LAPACK's eigensolver raises for the whole batch on one NaN, so those matrices are factored as zeros and refused.
-    finite = w.isfinite().all(-1).all(-1)
-    safe = torch.where(finite[:, None, None], w, 0)
-    q = factor(safe @ safe.mH) @ safe
-    return q, torch.zeros(w.shape[0], dtype=torch.int8, device=w.device)
 
 
 def _inverse_sqrt_newton(gram: Tensor) -> Tensor:
@@ -224,7 +257,6 @@ def factor(gram: Tensor, method: str) -> Tensor:
 
 
 _FACTORS: dict[str, Callable[[Tensor], Tensor]] = {"polar": _inverse_sqrt_newton, "qr": _inverse_cholesky}
-_WIDE_FACTORS: dict[str, Callable[[Tensor], Tensor]] = {"polar": _inverse_sqrt_eigh, "qr": _inverse_cholesky}
 
 
 def _scaled(w: Tensor) -> Tensor:
@@ -430,7 +462,9 @@ def _null_vector(w: Tensor, gram: Tensor, terms: int) -> tuple[Tensor, Tensor]:
 
 def spectrum_of_gram(gram: Tensor, terms: int, rtol: float, small: SmallMatrix) -> tuple[Tensor, Tensor]:
     """:func:`spectrum` of matrices of which only the Gram matrices are here, float64; the one level there is."""
-    values = _extremes_of(gram, terms, gram.dtype, rtol, lambda g, delta, wanted: small.follow(g, delta, wanted, None)[0])
+    values = _extremes_of(
+        gram, terms, gram.dtype, rtol, lambda gram, rounding, rtol: small.follow(gram, rounding, rtol, None)[0]
+    )
     _, max_low, max_high, _, min_low, min_high = values
     status = torch.full(gram.shape[:1], int(Status.TOLERANCE_NOT_MET), dtype=torch.int8, device=gram.device)
     status[(max_high * min_high <= (1 + rtol) * (max_low * min_low)) & (min_low > 0)] = int(Status.CONVERGED)
@@ -464,7 +498,7 @@ def follow(gram: Tensor, rounding: Tensor, rtol: float, vectors: Tensor | None) 
     return extremes(gram, rounding, rtol), None
 
 
-SMALL_MATRIX = SmallMatrix(factor, extremes, follow, gram_plain, gram_terms)
+SMALL_MATRIX = SmallMatrix(factor, extremes, follow, gram_plain, product_plain, gram_terms)
 
 
 def smallest_rounding(dtype: torch.dtype) -> float:

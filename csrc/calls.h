@@ -18,6 +18,19 @@ struct GramCall {
   void* gram;          // batch x rows x rows, contiguous
 };
 
+struct ProductCall {
+  const void* factor;   // batch x rows x rows, contiguous
+  bool wide;            // factor is double, and so are products
+  const void* weights;  // batch x rows x cols, any strides
+  Number type;          // of weights
+  int64_t stride[3];
+  int64_t rows;
+  int64_t cols;
+  void* out;  // batch x rows x cols, any strides
+  bool wide_out;
+  int64_t out_stride[3];
+};
+
 struct FactorCall {
   const void* gram;  // batch x n x n, any strides (in elements)
   int64_t stride[3];

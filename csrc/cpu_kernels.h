@@ -8,6 +8,7 @@ namespace ck {
 // Each works through [begin, end) of its call: matrices, or pieces of all rows of samples.
 struct MatrixKernels {
   void (*gram)(const GramCall&, int64_t begin, int64_t end);
+  void (*product)(const ProductCall&, int64_t begin, int64_t end);
   void (*factor_float)(const FactorCall&, int64_t begin, int64_t end);
   void (*factor_double)(const FactorCall&, int64_t begin, int64_t end);
   void (*spectrum_float)(const SpectrumCall&, int64_t begin, int64_t end);

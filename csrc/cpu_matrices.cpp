@@ -5,6 +5,7 @@
 #include <new>
 
 #include "gram.h"
+#include "product.h"
 #include "small_matrix.cuh"
 
 namespace ck {
@@ -50,6 +51,32 @@ void gram(const GramCall& call, int64_t begin, int64_t end) {
     (call.wide_products ? gram_of<Bfloat16, double> : gram_of<Bfloat16, float>)(call, begin, end);
 }
 
+template <class S, class T, class Out>
+void product_of(const ProductCall& call, int64_t begin, int64_t end) {
+  const Product<T> algorithm(call.rows);
+  const Workspace<T> work(algorithm.workspace());
+  for (int64_t b = begin; b < end; ++b)
+    algorithm.form(static_cast<const T*>(call.factor) + b * call.rows * call.rows,
+                   View<S>{static_cast<const S*>(call.weights) + b * call.stride[0], call.stride[1], call.stride[2]},
+                   call.cols, work.data(), static_cast<Out*>(call.out) + b * call.out_stride[0], call.out_stride[1],
+                   call.out_stride[2]);
+}
+
+template <class S>
+void product_from(const ProductCall& call, int64_t begin, int64_t end) {
+  if (!call.wide)
+    product_of<S, float, float>(call, begin, end);
+  else
+    (call.wide_out ? product_of<S, double, double> : product_of<S, double, float>)(call, begin, end);
+}
+
+void product(const ProductCall& call, int64_t begin, int64_t end) {
+  if (call.type == Number::float64)
+    product_of<double, double, double>(call, begin, end);
+  else
+    (call.type == Number::float32 ? product_from<float> : product_from<Bfloat16>)(call, begin, end);
+}
+
 template <class T>
 Source<T> matrix(const void* gram, const int64_t* stride, int64_t index) {
   return {static_cast<const T*>(gram) + index * stride[0], stride[1], stride[2]};
@@ -90,6 +117,6 @@ void spectrum(const SpectrumCall& call, int64_t begin, int64_t end) {
 }  // namespace
 }  // namespace CK_ISA
 
-const MatrixKernels CK_TABLE{gram, factor<float>, factor<double>, spectrum<float>, spectrum<double>};
+const MatrixKernels CK_TABLE{gram, product, factor<float>, factor<double>, spectrum<float>, spectrum<double>};
 
 }  // namespace ck

@@ -117,19 +117,28 @@ ck::SampleCall prepare_samples(const Tensor& out, int64_t key, int64_t head, int
   return {static_cast<uint64_t>(key), head, element, out.size(1), static_cast<float*>(out.mutable_data_ptr())};
 }
 
+ck::Number number(const Tensor& tensor, const char* name) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::BFloat16:
+      return ck::Number::bfloat16;
+    case ScalarType::Float:
+      return ck::Number::float32;
+    case ScalarType::Double:
+      return ck::Number::float64;
+    default:
+      STD_TORCH_CHECK(false, name, " must be bfloat16, float32 or float64; convert it first");
+  }
+}
+
 Tensor gram_cpu(Tensor weights, bool wide_products, bool wide_gram) {
   STD_TORCH_CHECK(weights.dim() == 3, "weights must be (batch, rows, cols), got a tensor with ", weights.dim(),
                   " dimensions");
-  const ScalarType type = weights.scalar_type();
-  STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Float || type == ScalarType::Double,
-                  "weights must be bfloat16, float32 or float64; convert them first");
-  const bool is_double = type == ScalarType::Double;
+  const ck::Number type = number(weights, "weights");
+  const bool is_double = type == ck::Number::float64;
   const int64_t b = weights.size(0), r = weights.size(1);
   Tensor out = fresh(weights, {b, r, r}, wide_gram || is_double ? ScalarType::Double : ScalarType::Float);
   const ck::GramCall call{weights.const_data_ptr(),
-                          is_double                      ? ck::Number::float64
-                          : type == ScalarType::BFloat16 ? ck::Number::bfloat16
-                                                         : ck::Number::float32,
+                          type,
                           {weights.stride(0), weights.stride(1), weights.stride(2)},
                           r,
                           weights.size(2),
@@ -139,6 +148,33 @@ Tensor gram_cpu(Tensor weights, bool wide_products, bool wide_gram) {
   const auto kernel = matrices().gram;
   if (r > 0) torch::stable::parallel_for(0, b, 1, [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
   return out;
+}
+
+void product_cpu(Tensor out, Tensor factor, Tensor weights) {
+  STD_TORCH_CHECK(weights.dim() == 3, "weights must be (batch, rows, cols), got a tensor with ", weights.dim(),
+                  " dimensions");
+  const int64_t b = weights.size(0), r = weights.size(1), c = weights.size(2);
+  const ck::Number type = number(weights, "weights"), given = number(factor, "factor"), wanted = number(out, "out");
+  STD_TORCH_CHECK(factor.dim() == 3 && factor.size(0) == b && factor.size(1) == r && factor.size(2) == r &&
+                      factor.is_contiguous() && given != ck::Number::bfloat16 &&
+                      (given == ck::Number::float64 || type != ck::Number::float64),
+                  "factor must be contiguous, (batch, rows, rows) of weights, float32 or float64 and no narrower");
+  STD_TORCH_CHECK(out.dim() == 3 && out.size(0) == b && out.size(1) == r && out.size(2) == c &&
+                      wanted != ck::Number::bfloat16 && wanted <= given && (wanted >= type),
+                  "out must be of the shape of weights, float32 or float64, no wider than factor and no narrower than "
+                  "weights");
+  const ck::ProductCall call{factor.const_data_ptr(),
+                             given == ck::Number::float64,
+                             weights.const_data_ptr(),
+                             type,
+                             {weights.stride(0), weights.stride(1), weights.stride(2)},
+                             r,
+                             c,
+                             out.mutable_data_ptr(),
+                             wanted == ck::Number::float64,
+                             {out.stride(0), out.stride(1), out.stride(2)}};
+  const auto kernel = matrices().product;
+  if (r > 0) torch::stable::parallel_for(0, b, 1, [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
 }
 
 std::tuple<Tensor, Tensor, Tensor> gram_factor_cpu(Tensor gram, std::string method) {
@@ -171,6 +207,7 @@ void philox_normal_cpu(Tensor out, int64_t key, int64_t head, int64_t element) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(conditioned_kernels, m) {
   m.def("gram(Tensor weights, bool wide_products=False, bool wide_gram=False) -> Tensor");
+  m.def("product_(Tensor(a!) out, Tensor factor, Tensor weights) -> ()");
   m.def("gram_factor(Tensor gram, str method) -> (Tensor factor, Tensor residual, Tensor status)");
   m.def(
       "spectrum_bracket(Tensor gram, Tensor error, float rtol, int max_steps, Tensor? start=None, "
@@ -181,6 +218,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(conditioned_kernels, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(conditioned_kernels, CPU, m) {
   m.impl("gram", TORCH_BOX(&gram_cpu));
+  m.impl("product_", TORCH_BOX(&product_cpu));
   m.impl("gram_factor", TORCH_BOX(&gram_factor_cpu));
   m.impl("spectrum_bracket", TORCH_BOX(&spectrum_bracket_cpu));
   m.impl("philox_normal_", TORCH_BOX(&philox_normal_cpu));

@@ -358,6 +358,14 @@ def check_refusals(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"k_proj\.weight has the placement.*redistribute"):
         ck.conditioned_(model)
     assert torch.equal(projection.weight._local_tensor, before)
+    model = llama(num_attention_heads=6, num_key_value_heads=6, head_dim=7 * 2, hidden_size=84)
+    attention = model.model.layers[0].self_attn
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match=r"q_proj\.weight is sharded; attach lambda I first"):
+        ck.spectral_conditioning(model)
+    attention.o_proj.weight = attention.v_proj.weight
+    with pytest.raises(ValueError, match=r"shares its memory with"):
+        ck.conditioned_(model)
 
 
 def check_own_layout(folder: Path) -> None:

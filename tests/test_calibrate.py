@@ -14,6 +14,8 @@ from conditioned_kernels.heads.mechanics import attention_heads
 from conditioned_kernels.initialize.gain_search import best_gains, geometric_mean
 from conditioned_kernels.initialize.writing import MARK
 
+from .models import CASES
+
 D, HEADS, TOKENS = 12, 3, 6
 
 
@@ -256,3 +258,23 @@ def test_wrong_arguments_are_named(batch):
 
     with pytest.raises(RuntimeError, match="called no attention layer"):
         ck.calibrate_gain(Idle(1), batch)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "timm-xcit"])
+def test_only_a_heads_own_rows_are_scaled(name: str):
+    """Latents and the rotary key that heads share stay; channels of unit length have no gain that could help."""
+    case = next(each for each in CASES if each.name == name)
+    if case.missing:
+        pytest.skip(case.missing)
+    torch.manual_seed(0)
+    model, args, kwargs = case.build()
+    layer = next(each for each in ck.find_attention(model).layers if each.family == case.covers)
+    before = {each.label: each.view(layer.weight(each)).clone() for each in layer.projections}
+    options = {"roles": "k", "tokens": 3, "heads": 1, "where": lambda path, _: path == layer.name, "overwrite": True}
+    report = ck.calibrate_gain(model, kwargs or args, **options)
+    (entry,) = report.layers
+    for each in layer.projections:
+        gain = entry.gains["k"] if each.label in ("k.nope", "k") else 1.0
+        torch.testing.assert_close(each.view(layer.weight(each)), gain * before[each.label])
+    again = ck.calibrate_gain(model, kwargs or args, **options)
+    torch.testing.assert_close(again.layers[0].before, entry.after, rtol=1e-3, atol=0)

@@ -174,6 +174,47 @@ def test_a_rank_deficient_product_is_not_given_a_finite_kappa() -> None:
     assert estimate.rank_deficient
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_singular_head_is_proved_so_by_a_null_vector(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tall enough for the bound, no SVD is asked; a null space of any size and place, and none where there is none."""
+    x = gaussian(6, 16, 512, dtype=dtype)
+    x[0, 15] = x[0, 0]
+    x[1, 3] = 0
+    x[2, 4:] = x[2, :4].repeat(3, 1)
+    x[3] *= 2.0**100 if dtype != torch.bfloat16 else 1
+    x[3, 7] = x[3, 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(_torch, "_extremes_svd", lambda w: pytest.fail("the SVD was asked"))
+        estimate = ck.condition_number(x)
+    assert estimate.rank_deficient.tolist() == [True] * 4 + [False] * 2
+    assert (estimate.kappa[:4] == math.inf).all()
+    assert (estimate.low[:4] > 1e11).all()
+    check(x, estimate)
+    exact = svd(x)[1]
+    assert torch.allclose(estimate.sigma_max, exact[:, 0], rtol=RTOL)
+
+
+def test_nearly_singular_heads_are_not_taken_for_singular() -> None:
+    """Singular values just above what counts as zero, where a null vector has to say no."""
+    for small in (1e-9, 1e-11, 1e-12):
+        x = from_spectrum(torch.cat((torch.ones(15), torch.tensor([small]))).double(), 16, 512)
+        estimate = ck.condition_number(x)
+        check(x, estimate)
+        assert not estimate.rank_deficient
+        assert float(estimate.kappa) == pytest.approx(1 / small, rel=0.2)
+
+
+def test_a_batch_that_float32_cannot_bracket_is_not_tried_in_it_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Easy heads among hard ones, and hard ones among easy ones, after the first few have been looked at."""
+    monkeypatch.setattr(_torch, "SCOUTS", 3)
+    hard = from_spectrum(geometric(12, 1e4).expand(20, 12), 30, 12, dtype=torch.float32)
+    easy = gaussian(20, 30, 12)
+    for x in (torch.cat((hard, easy)), torch.cat((easy, hard))):
+        estimate = ck.condition_number(x)
+        check(x, estimate)
+        assert (estimate.status == Status.CONVERGED).all()
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("position", [(0, 0), (3, 5), (-1, -1)], ids=str)
 def test_a19_a_non_finite_head_is_nan_and_harms_no_other(value: float, position: tuple[int, int]) -> None:

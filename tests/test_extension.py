@@ -244,6 +244,47 @@ def test_gram_of_nothing_and_of_broadcast_rows() -> None:
     assert torch.equal(_ops.gram(torch.ones(1, 3, 1).expand(2, 3, 5)), torch.full((2, 3, 3), 5.0))
 
 
+# ---- products ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 3, 17, 64, 130])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *WORK])
+def test_product_is_within_its_bound_over_sizes_and_strides(dtype: torch.dtype, rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    work = _torch.work_dtype(dtype)
+    for cols in (1, 7, 96, 97, 300):
+        w = torch.randn(2, rows, cols, dtype=torch.float64, generator=generator).to(dtype)
+        f = torch.randn(2, rows, rows, dtype=torch.float64, generator=generator)
+        for (name, view), (target, out), wide in itertools.product(
+            layouts(w).items(), layouts(torch.zeros_like(w, dtype=work)).items(), (False, True)
+        ):
+            factor = f.to(torch.float64 if wide else work)
+            exact, sizes = factor.double() @ w.double(), factor.double().abs() @ w.double().abs()
+            _ops.product_(out, factor, view)
+            allowed = (1.01 * (rows + 1) * unit(factor.dtype) + 2 * rows * unit(torch.float64)) * sizes
+            assert ((out.double() - exact).abs() <= allowed + unit(work) * exact.abs()).all(), (
+                cols,
+                name,
+                target,
+                wide,
+            )
+
+
+def test_product_in_place_and_beside_nan() -> None:
+    w, f = torch.randn(3, 20, 333), torch.randn(3, 20, 20)
+    for view in layouts(w).values():
+        expected, same = torch.empty_like(view), view.clone()
+        _ops.product_(expected, f, same)
+        _ops.product_(same, f, same)
+        assert torch.equal(same, expected)
+    w[1, 4, 50] = torch.nan
+    out = torch.empty_like(w)
+    _ops.product_(out, f, w)
+    broken = torch.zeros(3, 20, 333, dtype=torch.bool)
+    broken[1, :, 50] = True
+    assert torch.equal(out.isnan(), broken)
+
+
 # ---- factors ----------------------------------------------------------------------------------------------------
 
 
@@ -430,6 +471,21 @@ def test_start_vectors_without_the_answer_do_not_mislead(flip: tuple[int, ...]) 
         check_bracket(gram, 1e-3, 8, torch.full((1, 2, 8), bad))
 
 
+def test_giving_up_takes_few_steps_and_keeps_the_bracket() -> None:
+    """Only what no bracket of rtol can hold is given up."""
+    hard = gram_of(10.0 ** torch.linspace(-6, 0, 64).double(), 4, torch.float32)
+    easy = gram_of(torch.linspace(1, 3, 64).double(), 4, torch.float32)
+    gram = torch.cat((hard, easy))
+    error = 1e-6 * gram.diagonal(dim1=-2, dim2=-1).sum(-1).double()
+    bounds, _, steps, status = _ops.spectrum_bracket(gram, error, 1e-3, 64, give_up=True)
+    values = torch.linalg.eigvalsh(gram.double())
+    assert (bounds[:, 1] <= values[:, -1] + error).all() and (values[:, -1] - error <= bounds[:, 2]).all()
+    assert (bounds[:, 4] <= values[:, 0] + error).all() and (values[:, 0] - error <= bounds[:, 5]).all()
+    assert (status[:4] == 1).all() and (status[4:] == 0).all()
+    assert (steps[:4] < 24).all()
+    assert torch.equal(bounds[4:], _ops.spectrum_bracket(easy, error[4:], 1e-3, 64)[0])
+
+
 def test_warm_start_saves_steps() -> None:
     w = torch.randn(16, 64, 768, generator=torch.Generator().manual_seed(0))
     cold = check_bracket(w @ w.mT, 1e-3, 64)
@@ -462,10 +518,12 @@ def test_opcheck_of_every_op() -> None:
     calls = (
         (native.gram.default, (weights[0],)),
         (native.gram.default, (weights[0].double().mT,)),
+        (native.gram.default, (weights[0].bfloat16(), True, True)),
+        (native.product_.default, (torch.empty(3, 5, 9), torch.randn(3, 5, 5).double(), weights[0])),
         (native.gram_factor.default, (gram, "polar")),
         (native.gram_factor.default, (gram.double().mT, "qr")),
         (native.spectrum_bracket.default, (gram, torch.zeros(4).double(), 1e-3, 6)),
-        (native.spectrum_bracket.default, (gram, torch.zeros(4).double(), 1e-3, 6, torch.randn(4, 2, 6))),
+        (native.spectrum_bracket.default, (gram, torch.zeros(4).double(), 1e-3, 6, torch.randn(4, 2, 6), True)),
         (native.philox_normal_.default, (torch.empty(2, 70), 1, 2, 3)),
         (torch.ops.conditioned_kernels.orthogonal_factor.default, (weights, "polar", "auto", False, "raise")),
         (torch.ops.conditioned_kernels.condition_number.default, (weights, 1e-3, "auto")),
@@ -518,6 +576,9 @@ def test_vmap_of_the_compiled_ops() -> None:
     [
         (lambda n: n.gram(torch.ones(2, 2)), "weights must be"),
         (lambda n: n.gram(torch.ones(1, 2, 2).half()), "float32 or float64"),
+        (lambda n: n.product_(torch.ones(1, 2, 3), torch.ones(1, 2, 3), torch.ones(1, 2, 3)), "factor must be"),
+        (lambda n: n.product_(torch.ones(1, 2, 3), torch.ones(1, 2, 2), torch.ones(1, 2, 3).double()), "no narrower"),
+        (lambda n: n.product_(torch.ones(1, 3, 2), torch.ones(1, 2, 2), torch.ones(1, 2, 3)), "out must be"),
         (lambda n: n.gram_factor(torch.ones(2, 2), "polar"), "gram must be"),
         (lambda n: n.gram_factor(torch.ones(1, 2, 3), "polar"), "gram must be"),
         (lambda n: n.gram_factor(torch.ones(1, 2, 2).half(), "polar"), "float32 or float64"),

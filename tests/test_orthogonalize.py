@@ -383,3 +383,16 @@ def test_a29_works_in_a_forked_child() -> None:
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 7
+
+
+@methods
+@pytest.mark.parametrize("shape", [(1 << 17, 8), (8, 1 << 17)], ids=str)
+def test_a_head_of_many_rows_takes_one_pass(
+    shape: tuple[int, int], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rounding of a Gram matrix does not grow with the rows, so that nothing has to be done again in float64."""
+    monkeypatch.setattr(_torch, "careful", lambda *_: pytest.fail("the first pass was refused"))
+    x = gaussian(*shape)
+    q, certificate = ck.certify(x, method=method)
+    assert certificate.status == Status.CONVERGED
+    assert residual(q) <= tolerances.orthogonality(torch.float32)

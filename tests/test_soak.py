@@ -32,6 +32,10 @@ def test_nothing_is_wrong_or_lost(slice_, tmp_path):
         runner = soak.Soak(tmp_path, disk)
         outcomes = [(cell, *runner.run(cell)) for cell in slice_]
     assert not [entry for entry in outcomes if entry[1] in soak.BAD]
+    # A folder that has a model is refused as a place for shards, whatever the fault.
+    kept = [kind for cell, kind, _ in outcomes if cell.shard_size and cell.replaces]
+    outcomes = [entry for entry in outcomes if not (entry[0].shard_size and entry[0].replaces)]
+    assert kept and set(kept) == {soak.REFUSED} and any(cell.shard_size for cell, *_ in outcomes)
     by_fault = {fault: {kind for cell, kind, _ in outcomes if cell.fault == fault} for fault in soak.FAULTS}
     assert by_fault["none"] == {soak.RIGHT}
     assert by_fault["truncated"] == by_fault["broken config.json"] == {soak.REFUSED}
@@ -63,6 +67,46 @@ def test_the_oracle_sees_verify_and_the_singular_values_disagree(tmp_path, monke
     monkeypatch.setattr(soak, "sigma_tolerance", lambda dtype: -1.0)
     outcome, why = run.judged()
     assert outcome == soak.WRONG and "the singular values say otherwise" in why
+
+
+def streamed(tmp_path, fault):
+    cell = next(cell for n in range(999) if (cell := soak.draw(SEED, n)).shard_size == 1 << 10 and not cell.replaces)
+    run = soak.Run(replace(cell, fault=fault, storage="architecture", attention_only=False), tmp_path, None)
+    run.prepare()
+    return run
+
+
+def test_the_oracle_sees_shards_that_are_no_model(tmp_path):
+    run = streamed(tmp_path, "none")
+    run.init()
+    assert run.judged()[0] == soak.RIGHT and len(run.written) > 2
+    index = json.loads((run.out / soak.INDEX).read_text())
+    first = next(iter(index["weight_map"]))
+    index["weight_map"][first] = run.written[-1].name
+    (run.out / soak.INDEX).write_text(json.dumps(index))
+    assert run.judged() == (soak.WRONG, "the index does not say where the tensors are")
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_stopped_stream_is_continued_and_a_torn_shard_is_lost(tmp_path, monkeypatch, damaged):
+    run = streamed(tmp_path, "file size limit")
+    calls = []
+
+    def stop(done, total):
+        calls.append(done)
+        if done > total / 2:
+            raise OSError("the disk is full")
+
+    with pytest.raises(soak.CLEAR, match="the disk is full"):
+        run.init(stop)
+    assert run.written and not (run.out / soak.INDEX).exists()
+    if damaged:
+        run.written[0].write_bytes(run.written[0].read_bytes()[:-1])
+        outcome, why = run._refused(OSError("the disk is full"))
+        assert outcome == soak.LOST and "half-written" in why
+    else:
+        assert run._refused(OSError("the disk is full"))[0] == soak.REFUSED
+        assert run.judged()[0] == soak.RIGHT
 
 
 def test_a_destroyed_target_is_lost(tmp_path, monkeypatch):

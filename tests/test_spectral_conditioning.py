@@ -260,3 +260,12 @@ def test_initializing_what_is_attached_is_refused() -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     with pytest.raises(ValueError, match="parametrized already"):
         ck.spectral_conditioning(model)
+
+
+def test_c01_a_model_without_values_is_refused_by_name():
+    """C01: nothing of W + lambda I could be measured."""
+    with torch.device("meta"):
+        model = nn.TransformerEncoderLayer(16, 4, 24)
+    with pytest.raises(ValueError, match=r"self_attn\.in_proj_weight is on the meta device"):
+        ck.spectral_conditioning(model)
+    assert not hasattr(model.self_attn, "parametrizations")

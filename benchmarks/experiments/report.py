@@ -66,10 +66,13 @@ def verdict_text(folder: Path = RESULTS) -> str:
     found = summaries(folder)
     if not found:
         return "Does it help training? The paper reports that it does; no suite of this package is finished yet."
+    xavier = _verdicts(found, "xavier")
+    against = f"Against Xavier for the same three weights it is {xavier}. " if xavier else ""
     return (
         "Does it help training? The paper reports that it does, on vision models, BERT and long sequences. In this "
         f"package's own small experiments, against the models' own initialization, it is {_verdicts(found)}. "
-        "[Below](#does-it-help-training): which variant to take for which kind of model, and where the evidence ends."
+        f"{against}[Below](#does-it-help-training): which variant to take for which kind of model, and where the "
+        "evidence ends."
     )
 
 

@@ -301,11 +301,12 @@ def _match(
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
-    if any(full_name(base) in NOT_ATTENTION for base in type(module).__mro__):
+    cls: type = type(module)
+    if any(full_name(base) in NOT_ATTENTION for base in cls.__mro__):
         return False
     children = set(module._modules) | set(module._parameters)
-    hinted = bool(_CLASS_HINT.search(type(module).__name__)) or any(hint <= children for hint in _CHILD_HINTS)
-    return (hinted or _attends(type(module))) and any(parameter.ndim >= 2 for parameter in module.parameters())
+    hinted = bool(_CLASS_HINT.search(cls.__name__)) or any(hint <= children for hint in _CHILD_HINTS)
+    return (hinted or _attends(cls)) and any(parameter.ndim >= 2 for parameter in module.parameters())
 
 
 @functools.cache

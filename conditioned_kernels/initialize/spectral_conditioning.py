@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .. import _validate
+from .. import _validate, distributed
 from ..heads.discover import Discovery, Where
 from ..heads.layout import LayoutFunction, View
 from .conditioned import identity_heads
@@ -165,10 +165,13 @@ def _attached(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _check_free(groups: Mapping[tuple[nn.Module, str], list[Target]]) -> None:
-    """Refuse weights that another parametrization makes, or that two modules share."""
+    """Refuse weights that another parametrization makes, that two modules share, or that are not here as a whole."""
     seen: dict[int, str] = {}
     for group in groups.values():
         target = group[0]
+        if distributed.is_sharded(target.weight) or target.piece is not None:
+            raise ValueError(f"{target.name} is sharded; attach lambda I first, and shard the model then")
+        _validate.not_meta(target.weight, target.name)
         if target.parametrized:
             raise ValueError(
                 f"{target.name} is parametrized already; remove that first (a lambda I by remove_spectral_conditioning)"

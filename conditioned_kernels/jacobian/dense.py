@@ -68,9 +68,9 @@ def value_blocks(head: LinearHead) -> Tensor:
     """
     g = _logit_factor(head)
     if head.channels:
-        by_q, by_k = _query_factor(head, g) @ head.x[:, None], _key_factor(head, g).flatten(-2)
+        by_q, sizes = _query_factor(head, g) @ head.x[:, None], _met(head).square().sum(-1)
         by_v = head.p.square().sum(-1)[:, :, None, None] * (head.values @ head.values.mT)[:, None]
-        return by_q @ by_q.mT + by_k @ by_k.mT + by_v
+        return by_q @ by_q.mT + (g * sizes[:, :, None]) @ g.mT + by_v
     c, gm, context = _query_factor(head, g), g @ head.memory[:, None], head.context()
     by_q = (c @ c.mT) * (head.x @ head.x.mT)[:, None]
     by_k = (gm @ gm.mT) * (head.q @ head.q.mT)[:, None]
@@ -103,10 +103,7 @@ def _query_factor(head: LinearHead, g: Tensor) -> Tensor:
 def _key_factor(head: LinearHead, g: Tensor) -> Tensor:
     """(b, value_dim, tokens, head_dim, features): the change of output (a, n) with W_K."""
     if head.channels:
-        # Every q meets every k: (head_dim, b, head_dim, tokens), the maps having one state per k.
-        met = head.q.transpose(0, 1)[:, :, None].expand(-1, -1, head.k.shape[-2], -1)
-        met = (met if head.pull_k is None else head.pull_k(met)).transpose(0, 1) @ head.memory[:, None]
-        return g[..., None] * met[:, :, None]
+        return g[..., None] * _met(head)[:, :, None]
     if head.pull_k is None:
         return head.q[:, None, :, :, None] * (g @ head.memory[:, None])[..., None, :]
     factors = []
@@ -115,3 +112,10 @@ def _key_factor(head: LinearHead, g: Tensor) -> Tensor:
         by_key = (coordinate[..., None] * head.q[:, :, None, :]).transpose(0, 1)
         factors.append(head.pull_k(by_key).transpose(0, 1).mT @ head.memory[:, None])
     return torch.stack(factors, 1)
+
+
+def _met(head: LinearHead) -> Tensor:
+    """Over channels (b, head_dim, head_dim, features): the change of logit (a, c) / t with row c of W_K."""
+    # (head_dim, b, head_dim, tokens): the maps have one state per k.
+    met = head.q.transpose(0, 1)[:, :, None].expand(-1, -1, head.k.shape[-2], -1)
+    return (met if head.pull_k is None else head.pull_k(met)).transpose(0, 1) @ head.memory[:, None]

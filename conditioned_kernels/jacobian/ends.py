@@ -131,8 +131,8 @@ def _lowest(head: LinearHead, product: Tensor, delta: Tensor, margin: float) -> 
         return torch.linalg.solve_triangular(factor.mT, half, upper=True)[..., 0]
 
     ritz = largest(inverse, b, n, product.device, steps=_BOTTOM_STEPS, tolerance=1e-10)
-    # The quotient by J itself has none of the rounding of J J^T; by minimality it is an upper bound. What is left in the
-    # vector of the largest eigenvectors would count by their eigenvalues, and one more step of the inverse removes it.
+    # The quotient by J itself has none of the rounding of J J^T; by minimality it is an upper bound. What the vector
+    # still has of the largest eigenvectors would count by their eigenvalues; one more step of the inverse removes it.
     value = _quotient(head, torch.nn.functional.normalize(inverse(ritz.vector), dim=-1))
     floor = value * (1 - margin)
     proven = usable & _positive(product, -floor)
