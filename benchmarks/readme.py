@@ -92,10 +92,10 @@ def sharded() -> str:
 
 
 def _streamed(run: dict[str, Any]) -> str:
-    return (
-        f"{run['said']}; {run['seconds']:.0f} s with the start of the program, peak memory "
-        f"{run['peak_rss_bytes'] / 1e9:.2f} GB"
-    )
+    text = f"{run['said']}; {run['seconds']:.0f} s with the start of the program, "
+    if "processor_seconds" in run:
+        text += f"{run['processor_seconds']:.0f} s of processor time at a load of {run['load_average']:.0f}, "
+    return text + f"peak memory {run['peak_rss_bytes'] / 1e9:.2f} GB"
 
 
 PARTS: dict[str, Callable[[], str]] = {
