@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(spectrum_threads, 1) spectrum_kernel(SpectrumC
   const auto found = algorithms.spectrum_bracket(matrix<T>(call.gram, call.stride, b), call.error[b], call.rtol,
                                                  call.give_up, call.max_steps, start,
                                                  static_cast<T*>(call.vectors) + b * pair, reinterpret_cast<T*>(memory));
-  found.store(call.bounds + 6 * b);
+  if (threadIdx.x == 0) {
+    found.store(call.bounds + 6 * b);
     call.steps[b] = found.steps;
     call.status[b] = found.status;
   }
