@@ -59,7 +59,9 @@ class _Row(NamedTuple):
 
 _TABLE = {
     "triton": _Row(_triton.refusal, "Gram matrices, products and samples in Triton kernels"),
-    "extension": _Row(extension_refusal, "n x n stages and sampling in C++, matrix products in torch"),
+    "extension": _Row(
+        extension_refusal, "n x n stages and sampling in C++; on the CPU Gram matrices and products, too"
+    ),
     "torch": _Row(_no_torch, "torch.linalg and batched matrix products"),
 }
 """In the order in which "auto" prefers them; all have the same accuracy class."""

@@ -69,7 +69,8 @@ def condition_number(weights: Tensor, *, rtol: float = 1e-3, backend: str = "aut
         sqrt((lambda_max - delta) / (lambda_min + delta)) <= kappa <= sqrt((lambda_max + delta) / (lambda_min - delta))
 
     Matrices whose bracket is wider than ``1 + rtol`` are redone with G in float64, and those still wider by
-    the SVD in float64. So kappa = 1e5 in float32 weights is bracketed as tightly as kappa = 2.
+    the SVD in float64, unless a vector x with a tiny ||W x|| / ||x|| proves them singular first. So kappa = 1e5 in
+    float32 weights is bracketed as tightly as kappa = 2.
 
     Parameters
     ----------

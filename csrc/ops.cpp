@@ -256,7 +256,7 @@ std::tuple<Tensor, Tensor, Tensor> gram_factor_cuda(Tensor gram, std::string met
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> spectrum_bracket_cuda(Tensor gram, Tensor error, double rtol,
                                                                  int64_t max_steps, std::optional<Tensor> start,
-                                                                bool give_up) {
+                                                                 bool give_up) {
   const Place place(gram);
   const Spectrum out = prepare_spectrum(gram, error, rtol, max_steps, start, give_up);
   ck::launch_spectrum(out.call, gram.scalar_type() == ScalarType::Double, gram.size(0), place.stream());
