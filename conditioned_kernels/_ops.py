@@ -108,6 +108,8 @@ def product_(out: Tensor, factor: Tensor, weights: Tensor) -> None:
     thread per matrix.
     """
     native().product_(out, factor, weights)
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)  # no dispatcher kernel of this op does it
 
 
 def gram_factor(gram: Tensor, method: str) -> tuple[Tensor, Tensor, Tensor]:
