@@ -81,12 +81,13 @@ def gram(weights: Tensor, wide_products: bool = False, wide_gram: bool = False) 
 def gram_terms(rows: int, cols: int, products: torch.dtype, result: torch.dtype) -> int:
     """The k for which |error| <= k u sum |x||y| in an element of :func:`gram`, with u the unit roundoff of ``result``.
 
-    Runs of products are summed in ``products``, and the runs in float64; the sizes are in csrc/gram.h.
+    Runs of products are summed in ``products``, and those sums in float64; the sizes are in csrc/gram.h.
     """
-    if products == torch.float64:
-        return min(cols, 32) + 4 + -(-cols // 128)
-    run = min(cols, 16 if rows > 128 else 32) + 1
-    return run + 1 if result == products else (run + 1) * round(_unit(products) / _unit(result))
+    fine = rows > 128 and (products, result) == (torch.float32, torch.float64)
+    terms = min(cols, 16) if fine else min(cols, 32) + 4
+    # What is lost in float64 is below one term of float32.
+    terms += -(-cols // 128) if products == torch.float64 else 2
+    return terms * max(1, round(_unit(products) / _unit(result)))
 
 
 def _unit(dtype: torch.dtype) -> float:
@@ -190,7 +191,8 @@ def _gram(weights: Tensor) -> Tensor:
 
 
 def _product(factor: Tensor, weights: Tensor, out: Tensor) -> None:
-    if weights.device.type != "cpu":
+    # The library's product is as good as ours where it needs no copy.
+    if weights.device.type != "cpu" or (out is not weights and out.dtype == factor.dtype == weights.dtype):
         _torch.product_plain(factor, weights, out)
         return
     product_(out, factor, weights.float() if weights.dtype == torch.float16 else weights)

@@ -30,7 +30,7 @@ class Workspace {
 
 template <class S, class T>
 void gram_of(const GramCall& call, int64_t begin, int64_t end) {
-  const Gram<T> product(call.rows);
+  const Gram<T> product(call.rows, call.wide_gram);
   const Workspace<char> work(product.workspace());
   const int64_t size = call.rows * call.rows;
   for (int64_t b = begin; b < end; ++b) {
