@@ -343,6 +343,39 @@ SWIN = {
     "window_size": 4,
 }
 
+
+def _text(model: str, prefix: str, cls: str = "", name: str = "", kv: int = 2, **kwargs: Any) -> Case:
+    """A decoder whose configuration is Llama's, of classes that are not all at transformers' top."""
+
+    def build() -> Built:
+        where = f"transformers.models.{model}"
+        config = getattr(importlib.import_module(f"{where}.configuration_{model}"), f"{prefix}Config")
+        made = getattr(importlib.import_module(f"{where}.modeling_{model}"), f"{prefix}Model")
+        sizes = LLAMA | {"num_key_value_heads": kv, "head_dim": 4} | kwargs
+        return made(config(**sizes)).float(), (), {"input_ids": tokens(), "use_cache": False}
+
+    return Case(name or model, _covers(model, cls or f"{prefix}Attention"), build, qkv(4, kv))
+
+
+EXPERTS = MOE | {
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "shared_expert_intermediate_size": 8,
+}
+ROPE = {"rope_type": "default", "rope_theta": 100.0}
+MROPE = {"rope_parameters": ROPE | {"mrope_section": [1, 1, 0]}}
+HALF_ROPE = {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}, "head_dim": 8}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 4,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+
 CASES: tuple[Case, ...] = (
     Case("torch-mha", TORCH, torch_attention, qkv(4)),
     Case("torch-mha-no-bias", TORCH, partial(torch_attention, bias=False), qkv(4)),
@@ -573,8 +606,37 @@ CASES: tuple[Case, ...] = (
             ("roberta", "Roberta"),
             ("xlm_roberta", "XLMRoberta"),
             ("electra", "Electra"),
+            ("camembert", "Camembert"),
+            ("ernie", "Ernie"),
         )
     ),
+    _bert_like("camembert", "Camembert"),
+    _bert_like("ernie", "Ernie"),
+    _bert_like("xlm_roberta_xl", "XLMRobertaXL"),
+    _bert_like("roberta_prelayernorm", "RobertaPreLayerNorm"),
+    Case(
+        "bert_generation",
+        _covers("bert_generation", "BertGenerationSelfAttention"),
+        partial(hf, "BertGenerationConfig", "BertGenerationEncoder", **BERT),
+        qkv(4),
+    ),
+    _bert_like("layoutlm", "LayoutLM"),
+    _bert_like("splinter", "Splinter"),
+    _bert_like(
+        "markuplm",
+        "MarkupLM",
+        max_depth=2,
+        xpath_unit_hidden_size=4,
+        max_xpath_tag_unit_embeddings=8,
+        max_xpath_subs_unit_embeddings=8,
+        tag_pad_id=0,
+        subs_pad_id=0,
+    ),
+    _bert_like("esm", "Esm", pad_token_id=0, mask_token_id=3, position_embedding_type="rotary"),
+    _bert_like("rembert", "RemBert", input_embedding_size=8),
+    _bert_like("megatron_bert", "MegatronBert"),
+    _bert_like("roformer", "RoFormer"),
+    _text("eurobert", "EuroBert"),
     _bert_like("roberta", "Roberta"),
     _bert_like("xlm_roberta", "XLMRoberta"),
     _bert_like("electra", "Electra", embedding_size=8),
@@ -922,6 +984,72 @@ CASES: tuple[Case, ...] = (
     _llama_like("gpt_oss", "GptOss", head_dim=8, num_local_experts=2, num_experts_per_tok=1),
     _llama_like("starcoder2", "Starcoder2"),
     _llama_like("glm4", "Glm4", head_dim=4),
+    _text("apertus", "Apertus"),
+    _text("arcee", "Arcee"),
+    _text("aria", "AriaText", moe_num_experts=2, moe_topk=1),
+    _text("bamba", "Bamba", attn_layer_indices=[1], **MAMBA),
+    _text("cohere2", "Cohere2", layer_types=["sliding_attention", "full_attention"]),
+    _text("cwm", "Cwm"),
+    _text("dots1", "Dots1", n_shared_experts=1, first_k_dense_replace=1, **EXPERTS),
+    _text("emu3", "Emu3Text", "Emu3Attention"),
+    _text("ernie4_5", "Ernie4_5"),
+    _text("ernie4_5_moe", "Ernie4_5_Moe", **EXPERTS),
+    _text("exaone4", "Exaone4", sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
+    _text("falcon_h1", "FalconH1", key_multiplier=0.5, mamba_d_ssm=32, **MAMBA),
+    _text("flex_olmo", "FlexOlmo", **EXPERTS),
+    _text("glm", "Glm"),
+    _text("glm4_moe", "Glm4Moe", use_qk_norm=True, **(EXPERTS | HALF_ROPE)),
+    _text("granite", "Granite", attention_multiplier=0.3),
+    _text("granitemoe", "GraniteMoe", **EXPERTS),
+    _text(
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        layer_types=["attention", "attention"],
+        position_embedding_type="rope",
+        shared_intermediate_size=8,
+        **(EXPERTS | MAMBA),
+    ),
+    _text("granitemoeshared", "GraniteMoeShared", shared_intermediate_size=8, **EXPERTS),
+    _text("helium", "Helium"),
+    _text("hunyuan_v1_dense", "HunYuanDenseV1"),
+    _text("hunyuan_v1_moe", "HunYuanMoEV1", moe_topk=2, **EXPERTS),
+    _text("hyperclovax", "HyperCLOVAX"),
+    _text(
+        "jamba", "Jamba", attn_layer_offset=0, attn_layer_period=2, mamba_d_state=4, use_mamba_kernels=False, **EXPERTS
+    ),
+    _text("lfm2", "Lfm2", layer_types=["conv", "full_attention"]),
+    _text("minimax", "MiniMax", layer_types=["full_attention", "full_attention"], **EXPERTS),
+    _text("minimax_m2", "MiniMaxM2", **EXPERTS),
+    _text("ministral", "Ministral"),
+    _text("ministral3", "Ministral3"),
+    _text("nanochat", "NanoChat"),
+    _text("nemotron", "Nemotron", **HALF_ROPE),
+    _text(
+        "nemotron_h",
+        "NemotronH",
+        layers_block_type=["mamba", "attention"],
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        ssm_state_size=4,
+        n_groups=1,
+        chunk_size=8,
+    ),
+    _text("olmo", "Olmo"),
+    _text("olmo3", "Olmo3"),
+    _text("olmoe", "Olmoe", **EXPERTS),
+    _text("olmoe", "Olmoe", name="olmoe-clipped", clip_qkv=8.0, **EXPERTS),
+    _text("phimoe", "Phimoe", **EXPERTS),
+    _text("qwen2_moe", "Qwen2Moe", **EXPERTS),
+    _text("qwen2_vl", "Qwen2VLText", "Qwen2VLAttention", **MROPE),
+    _text("qwen2_5_vl", "Qwen2_5_VLText", "Qwen2_5_VLAttention", **MROPE),
+    _text("qwen3_vl", "Qwen3VLText", **MROPE),
+    _text("qwen3_vl_moe", "Qwen3VLMoeText", **(EXPERTS | MROPE)),
+    _text("seed_oss", "SeedOss"),
+    _text("smollm3", "SmolLM3", no_rope_layers=[1, 0]),
+    _text("solar_open", "SolarOpen", **EXPERTS),
+    _text("stablelm", "StableLm", rope_parameters=ROPE | {"partial_rotary_factor": 0.5}),
+    _text("stablelm", "StableLm", name="stablelm-qk-norm", qk_layernorm=True),
+    _text("vaultgemma", "VaultGemma"),
     Case("deepseek_v2", _covers("deepseek_v2", "DeepseekV2Attention"), partial(deepseek, "V2", q_lora_rank=None), MLA),
     Case(
         "deepseek_v3",

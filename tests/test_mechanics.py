@@ -139,6 +139,8 @@ REFUSED_BY_CONFIGURATION = {
     "deberta_v2-shared": "relative_attention",
     "deberta_v2-positions": "relative_attention",
     "mpt": "clip_qkv",
+    "olmoe-clipped": "config.clip_qkv",
+    "stablelm-qk-norm": "qk_layernorm",
 }
 CHECKED = [case for case in CASES if case.covers in COVERED]
 

@@ -93,7 +93,9 @@ def one_row(number: int):
     return lambda shape: (..., number, slice(None))
 
 
-ACROSS_HEADS = {"timm-eva-separate": "norm", "olmo2": "q_norm"}
+ACROSS_HEADS = {"timm-eva-separate": "norm"} | dict.fromkeys(
+    ("olmo2", "olmo3", "olmoe", "olmoe-clipped", "flex_olmo", "minimax_m2"), "q_norm"
+)
 """Norms that mix the heads; taken out, so that the rest shows."""
 MIXED_QUERIES = ("timm-cait", "nystromformer")
 """Where all heads' scores meet: talking heads, and a pseudoinverse scaled by their common maximum. Values do not."""

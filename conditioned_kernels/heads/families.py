@@ -109,6 +109,11 @@ def _hf(
     return Family(tuple(f"{where}.{name}" for name in names), layout, _output(output), source, rule, **flags)  # type: ignore[arg-type]
 
 
+def _each(names: str, layout: Layout, rule: str = "", **places: object) -> tuple[Family, ...]:
+    """Rows of transformers' classes that are alike; ``names`` are "model:Class", separated by spaces."""
+    return tuple(_hf(*name.split(":"), layout, rule, **places) for name in names.split())  # type: ignore[arg-type, call-arg]
+
+
 def _output(given: Output | str) -> Output:
     return given if isinstance(given, Output) else Output(given)
 
@@ -257,6 +262,17 @@ FAMILIES: tuple[Family, ...] = (
         "projections of relative positions are Q and K heads of their own; with share_att_key the same as content's",
         output=_BESIDE,
     ),
+    *_each(
+        "camembert:CamembertSelfAttention camembert:CamembertCrossAttention ernie:ErnieSelfAttention "
+        "ernie:ErnieCrossAttention xlm_roberta_xl:XLMRobertaXLSelfAttention "
+        "roberta_prelayernorm:RobertaPreLayerNormSelfAttention bert_generation:BertGenerationSelfAttention "
+        "layoutlm:LayoutLMSelfAttention splinter:SplinterSelfAttention markuplm:MarkupLMSelfAttention "
+        "esm:EsmSelfAttention rembert:RemBertSelfAttention megatron_bert:MegatronBertSelfAttention "
+        "roformer:RoFormerSelfAttention",
+        _BERT,
+        output=_BESIDE,
+    ),
+    *_each("eurobert:EuroBertAttention", _BY_CONFIG, _PER_KV),
     _hf("modernbert", "ModernBertAttention", Blocked("Wqkv", head_dim="head_dim"), output="Wo"),
     # transformers, vision, audio, detection.
     _hf("vit", "ViTAttention", Separate(_HEADS)),
@@ -383,6 +399,28 @@ FAMILIES: tuple[Family, ...] = (
     _hf("gpt_oss", "GptOssAttention", _BY_CONFIG, f"{_PER_KV}; sinks untouched"),
     _hf("starcoder2", "Starcoder2Attention", _BY_CONFIG, _PER_KV),
     _hf("glm4", "Glm4Attention", _BY_CONFIG, _PER_KV),
+    *_each(
+        "arcee:ArceeAttention aria:AriaTextAttention bamba:BambaAttention cohere2:Cohere2Attention cwm:CwmAttention "
+        "emu3:Emu3Attention ernie4_5:Ernie4_5Attention ernie4_5_moe:Ernie4_5_MoeAttention "
+        "falcon_h1:FalconH1Attention glm:GlmAttention granite:GraniteAttention granitemoe:GraniteMoeAttention "
+        "granitemoehybrid:GraniteMoeHybridAttention granitemoeshared:GraniteMoeSharedAttention helium:HeliumAttention "
+        "hyperclovax:HyperCLOVAXAttention jamba:JambaAttention minimax:MiniMaxAttention ministral:MinistralAttention "
+        "ministral3:Ministral3Attention nemotron:NemotronAttention nemotron_h:NemotronHAttention olmo:OlmoAttention "
+        "phimoe:PhimoeAttention qwen2_moe:Qwen2MoeAttention qwen2_vl:Qwen2VLAttention "
+        "qwen2_5_vl:Qwen2_5_VLAttention seed_oss:SeedOssAttention smollm3:SmolLM3Attention "
+        "solar_open:SolarOpenAttention vaultgemma:VaultGemmaAttention",
+        _BY_CONFIG,
+        _PER_KV,
+    ),
+    *_each(
+        "apertus:ApertusAttention dots1:Dots1Attention exaone4:Exaone4Attention flex_olmo:FlexOlmoAttention "
+        "glm4_moe:Glm4MoeAttention hunyuan_v1_dense:HunYuanDenseV1Attention hunyuan_v1_moe:HunYuanMoEV1Attention "
+        "minimax_m2:MiniMaxM2Attention olmo3:Olmo3Attention olmoe:OlmoeAttention qwen3_vl:Qwen3VLTextAttention "
+        "qwen3_vl_moe:Qwen3VLMoeTextAttention stablelm:StableLmAttention nanochat:NanoChatAttention",
+        _BY_CONFIG,
+        f"{_PER_KV}; {_QK_NORM}",
+    ),
+    *_each("lfm2:Lfm2Attention", _BY_CONFIG, f"{_PER_KV}; {_QK_NORM}", output="out_proj"),
     _hf("deepseek_v2", "DeepseekV2Attention", _MLA, _MLA_RULE),
     _hf("deepseek_v3", "DeepseekV3Attention", _MLA, _MLA_RULE, permuted="rope"),
 )
