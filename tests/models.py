@@ -249,10 +249,10 @@ def falcon(**kwargs: Any) -> Built:
     )
 
 
-def wav2vec2() -> Built:
+def wav2vec2(prefix: str = "Wav2Vec2") -> Built:
     return hf(
-        "Wav2Vec2Config",
-        "Wav2Vec2Model",
+        f"{prefix}Config",
+        f"{prefix}Model",
         inputs=lambda: {"input_values": torch.randn(1, 80)},
         **(BERT | {"conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (3, 3)}),
         num_feat_extract_layers=2,
@@ -341,6 +341,91 @@ SWIN = {
     "depths": (2, 1),
     "num_heads": (2, 4),
     "window_size": 4,
+}
+
+
+def _tower(
+    model: str,
+    config: str,
+    made: str,
+    cls: str,
+    inputs: Callable[[], dict[str, torch.Tensor]] = pixels,
+    sizes: dict[str, Any] = PIXELS,
+    name: str = "",
+    **kwargs: Any,
+) -> Case:
+    """A part of a model, of classes that are not all at transformers' top."""
+
+    def build() -> Built:
+        where = f"transformers.models.{model}"
+        configured = getattr(importlib.import_module(f"{where}.configuration_{model}"), config)(**(sizes | kwargs))
+        return getattr(importlib.import_module(f"{where}.modeling_{model}"), made)(configured).float(), (), inputs()
+
+    return Case(name or model, _covers(model, cls), build, qkv(4))
+
+
+def noisy_pixels() -> dict[str, torch.Tensor]:
+    """The order in which patches are masked, which would be random."""
+    return pixels() | {"noise": torch.arange(4.0)[None]}
+
+
+def patch_mask() -> dict[str, torch.Tensor]:
+    return pixels() | {"patch_attention_mask": torch.ones(1, 2, 2, dtype=torch.bool)}
+
+
+def flat_patches() -> dict[str, torch.Tensor]:
+    mask = torch.tensor([[1, 1, 1, 1, 0]])
+    return {
+        "pixel_values": torch.randn(1, 5, 48),
+        "pixel_attention_mask": mask,
+        "spatial_shapes": torch.tensor([[2, 2]]),
+    }
+
+
+class Rotates(nn.Module):
+    """An attention layer by itself, with the angles of a row of patches, the first of which does not turn."""
+
+    def __init__(self, attn: nn.Module, name: str, angles: Any) -> None:
+        super().__init__()
+        self.attn, self.name, self.angles = attn, name, angles
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attn(x, attention_mask=None, **{self.name: self.angles})[0]
+
+
+def pixtral() -> Built:
+    """The whole tower packs its images into one row, which no proof by samples can tell apart."""
+    from transformers.models.pixtral import modeling_pixtral as pixtral
+
+    config = pixtral.PixtralVisionConfig(**PIXELS, attn_implementation="sdpa")
+    angles = pixtral.PixtralVisionRotaryEmbedding(config)(
+        torch.randn(4, 4), torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
+    )
+    return Rotates(pixtral.PixtralAttention(config), "position_embeddings", angles), (torch.randn(2, 4, 16),), {}
+
+
+def llama4_vision() -> Built:
+    from transformers.models.llama4 import modeling_llama4 as llama4
+
+    config = llama4.Llama4VisionConfig(**(PIXELS | {"hidden_size": 32}), attn_implementation="sdpa")
+    angles = llama4.Llama4VisionRotaryEmbedding(config).freqs_ci.flip(0)
+    return Rotates(llama4.Llama4VisionAttention(config), "freqs_ci", angles), (torch.randn(2, 5, 32),), {}
+
+
+SEQ2SEQ = {
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "vocab_size": 32,
+    "max_position_embeddings": 40,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
 }
 
 
@@ -749,6 +834,40 @@ CASES: tuple[Case, ...] = (
         ),
         qkv(2),
     ),
+    _tower(
+        "dinov2_with_registers", "Dinov2WithRegistersConfig", "Dinov2WithRegistersModel", "Dinov2WithRegistersAttention"
+    ),
+    _tower("dinov3_vit", "DINOv3ViTConfig", "DINOv3ViTModel", "DINOv3ViTAttention", num_register_tokens=1),
+    _tower("ijepa", "IJepaConfig", "IJepaModel", "IJepaAttention"),
+    _tower("vit_mae", "ViTMAEConfig", "ViTMAEModel", "ViTMAEAttention", noisy_pixels, mask_ratio=0.0),
+    _tower("vit_msn", "ViTMSNConfig", "ViTMSNModel", "ViTMSNAttention"),
+    _tower("yolos", "YolosConfig", "YolosModel", "YolosSelfAttention", image_size=[8, 8], num_detection_tokens=2),
+    _tower(
+        "videomae",
+        "VideoMAEConfig",
+        "VideoMAEModel",
+        "VideoMAESelfAttention",
+        lambda: {"pixel_values": torch.randn(1, 2, 3, 8, 8)},
+        num_frames=2,
+    ),
+    _tower(
+        "internvl",
+        "InternVLVisionConfig",
+        "InternVLVisionModel",
+        "InternVLVisionAttention",
+        image_size=[8, 8],
+        patch_size=[4, 4],
+    ),
+    Case("pixtral", _covers("pixtral", "PixtralAttention"), pixtral, qkv(4)),
+    Case("llama4-vision", _covers("llama4", "Llama4VisionAttention"), llama4_vision, qkv(4)),
+    _tower("idefics2", "Idefics2VisionConfig", "Idefics2VisionTransformer", "Idefics2VisionAttention", patch_mask),
+    _tower("idefics3", "Idefics3VisionConfig", "Idefics3VisionTransformer", "Idefics3VisionAttention", patch_mask),
+    _tower("smolvlm", "SmolVLMVisionConfig", "SmolVLMVisionTransformer", "SmolVLMVisionAttention", patch_mask),
+    _tower("siglip2", "Siglip2VisionConfig", "Siglip2VisionModel", "Siglip2Attention", flat_patches, num_patches=4),
+    *(
+        Case(model, _covers(model, f"{prefix}Attention"), partial(wav2vec2, prefix), qkv(4))
+        for model, prefix in (("hubert", "Hubert"), ("unispeech", "UniSpeech"))
+    ),
     Case("clip", _covers("clip", "CLIPAttention"), clip, qkv(4)),
     Case(
         "siglip",
@@ -782,28 +901,21 @@ CASES: tuple[Case, ...] = (
         )
         for model, prefix in (("t5", "T5"), ("mt5", "MT5"))
     ),
-    Case(
-        "bart",
-        _covers("bart", "BartAttention"),
-        partial(
-            encoder_decoder,
-            "BartConfig",
-            "BartModel",
-            d_model=16,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=24,
-            decoder_ffn_dim=24,
-            vocab_size=32,
-            max_position_embeddings=40,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=2,
-        ),
-        qkv(4),
+    *(
+        Case(
+            model,
+            _covers(model, f"{prefix}Attention"),
+            partial(encoder_decoder, f"{prefix}Config", f"{prefix}Model", **SEQ2SEQ),
+            qkv(4),
+        )
+        for model, prefix in (
+            ("bart", "Bart"),
+            ("blenderbot", "Blenderbot"),
+            ("m2m_100", "M2M100"),
+            ("marian", "Marian"),
+            ("mbart", "MBart"),
+            ("pegasus", "Pegasus"),
+        )
     ),
     # transformers, decoders with one fused weight
     Case(
@@ -997,6 +1109,24 @@ CASES: tuple[Case, ...] = (
     _text("exaone4", "Exaone4", sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
     _text("falcon_h1", "FalconH1", key_multiplier=0.5, mamba_d_ssm=32, **MAMBA),
     _text("flex_olmo", "FlexOlmo", **EXPERTS),
+    _text(
+        "gemma3n",
+        "Gemma3nText",
+        layer_types=["full_attention", "full_attention"],
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=4,
+        vocab_size_per_layer_input=32,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0, 0.0],
+    ),
+    _text(
+        "gemma4",
+        "Gemma4Text",
+        layer_types=["sliding_attention", "full_attention"],
+        global_head_dim=8,
+        hidden_size_per_layer_input=4,
+        vocab_size_per_layer_input=32,
+    ),
     _text("glm", "Glm"),
     _text("glm4_moe", "Glm4Moe", use_qk_norm=True, **(EXPERTS | HALF_ROPE)),
     _text("granite", "Granite", attention_multiplier=0.3),

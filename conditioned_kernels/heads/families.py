@@ -281,6 +281,19 @@ FAMILIES: tuple[Family, ...] = (
     _hf("beit", "BeitAttention", Separate(_HEADS, head_dim="head_dim"), _TABLE),
     _hf("swin", "SwinAttention", Separate("num_attention_heads", head_dim="head_dim"), _TABLE),
     _hf("swinv2", "Swinv2SelfAttention", _BERT, "logit_scale and continuous position bias untouched", output=_BESIDE),
+    *_each(
+        "dinov2_with_registers:Dinov2WithRegistersAttention dinov3_vit:DINOv3ViTAttention ijepa:IJepaAttention "
+        "llama4:Llama4VisionAttention pixtral:PixtralAttention vit_mae:ViTMAEAttention vit_msn:ViTMSNAttention",
+        _BY_HEAD_DIM,
+    ),
+    *_each("videomae:VideoMAESelfAttention yolos:YolosSelfAttention", _BERT, output=_BESIDE),
+    _hf("internvl", "InternVLVisionAttention", _BY_HEAD_DIM, _QK_NORM, output="projection_layer"),
+    *_each(
+        "idefics2:Idefics2VisionAttention idefics3:Idefics3VisionAttention siglip2:Siglip2Attention "
+        "smolvlm:SmolVLMVisionAttention",
+        _BART,
+        output="out_proj",
+    ),
     _hf("clip", "CLIPAttention", _BART, output="out_proj"),
     _hf("siglip", "SiglipAttention", _BART, "the pooling head is nn.MultiheadAttention", output="out_proj"),
     _hf("detr", "DetrSelfAttention DetrCrossAttention", _BY_HEAD_DIM, "positions are added before Q and K"),
@@ -292,11 +305,18 @@ FAMILIES: tuple[Family, ...] = (
         output=Output(reason="no V"),
     ),
     _hf("wav2vec2", "Wav2Vec2Attention", _BART, output="out_proj"),
+    *_each("hubert:HubertAttention unispeech:UniSpeechAttention", _BART, output="out_proj"),
     _hf("whisper", "WhisperAttention", _BART, output="out_proj"),
     # transformers, encoder-decoders.
     _hf("t5", "T5Attention", _T5, f"{_TABLE}; the missing 1/sqrt(d) is left as the model has it", output="o"),
     _hf("mt5", "MT5Attention", _T5, f"{_TABLE}; the missing 1/sqrt(d) is left as the model has it", output="o"),
     _hf("bart", "BartAttention", _BART, output="out_proj"),
+    *_each(
+        "blenderbot:BlenderbotAttention m2m_100:M2M100Attention marian:MarianAttention mbart:MBartAttention "
+        "pegasus:PegasusAttention",
+        _BART,
+        output="out_proj",
+    ),
     # transformers, decoders with one fused weight.
     _hf(
         "gpt2",
@@ -419,6 +439,17 @@ FAMILIES: tuple[Family, ...] = (
         "qwen3_vl_moe:Qwen3VLMoeTextAttention stablelm:StableLmAttention nanochat:NanoChatAttention",
         _BY_CONFIG,
         f"{_PER_KV}; {_QK_NORM}",
+    ),
+    *_each(
+        "gemma3n:Gemma3nTextAttention gemma4:Gemma4TextAttention",
+        Joined(
+            (
+                Blocked("q_proj", head_dim="head_dim", roles="q"),
+                IfPresent("k_proj", Blocked("k_proj", head_dim="head_dim", roles="k")),
+                IfPresent("v_proj", Blocked("v_proj", head_dim="head_dim", roles="v")),
+            )
+        ),
+        f"{_PER_KV}; {_QK_NORM}; a layer may use the keys and values of an earlier one",
     ),
     *_each("lfm2:Lfm2Attention", _BY_CONFIG, f"{_PER_KV}; {_QK_NORM}", output="out_proj"),
     _hf("deepseek_v2", "DeepseekV2Attention", _MLA, _MLA_RULE),

@@ -80,6 +80,8 @@ REFUSED = {
     "transformers.models.nystromformer.modeling_nystromformer.NystromformerSelfAttention": (
         "its landmarks go through an iterated inverse, and a convolution adds a second path from W_V to the output"
     ),
+    "transformers.models.gemma3n.modeling_gemma3n.Gemma3nTextAttention": "it normalizes the values too",
+    "transformers.models.gemma4.modeling_gemma4.Gemma4TextAttention": "it normalizes the values too",
     "transformers.models.roformer.modeling_roformer.RoFormerSelfAttention": (
         "its angles come in a form of their own, and may turn the values too"
     ),
@@ -314,6 +316,23 @@ MECHANICS: tuple[Mechanics, ...] = (
     _hf("dinov2", "Dinov2Attention"),
     _hf("clip", "CLIPAttention", scale="scale"),
     _hf("siglip", "SiglipAttention", scale="scale"),
+    _each(
+        "dinov2_with_registers:Dinov2WithRegistersAttention ijepa:IJepaAttention vit_mae:ViTMAEAttention "
+        "vit_msn:ViTMSNAttention videomae:VideoMAESelfAttention yolos:YolosSelfAttention"
+    ),
+    _each(
+        "idefics2:Idefics2VisionAttention idefics3:Idefics3VisionAttention siglip2:Siglip2Attention "
+        "smolvlm:SmolVLMVisionAttention",
+        scale="scale",
+    ),
+    _each("internvl:InternVLVisionAttention", scale="scale", norms=("q_norm", "k_norm")),
+    _each("dinov3_vit:DINOv3ViTAttention pixtral:PixtralAttention", read=read_transformers.patches, **_ROTARY),
+    _each(
+        "llama4:Llama4VisionAttention",
+        read=read_transformers.llama4_vision,
+        scale="",
+        rope="pairs, as complex numbers",
+    ),
     _hf("beit", "BeitAttention"),
     _hf("swin", "SwinAttention", read=read_transformers.swin),
     _hf("swinv2", "Swinv2SelfAttention", read=read_transformers.swinv2),
@@ -323,6 +342,11 @@ MECHANICS: tuple[Mechanics, ...] = (
     _hf("t5", "T5Attention", mask="mask", bias="position_bias", **_CROSS),
     _hf("mt5", "MT5Attention", mask="mask", bias="position_bias", **_CROSS),
     _hf("bart", "BartAttention", **_CROSS),
+    _each(
+        "blenderbot:BlenderbotAttention m2m_100:M2M100Attention marian:MarianAttention mbart:MBartAttention "
+        "pegasus:PegasusAttention hubert:HubertAttention unispeech:UniSpeechAttention",
+        **_CROSS,
+    ),
     _hf("whisper", "WhisperAttention", **_CROSS),
     # transformers, decoders.
     _hf("gpt2", "GPT2Attention", memory="encoder_hidden_states", memory_mask="encoder_attention_mask"),

@@ -123,6 +123,20 @@ def llama4(module: Any, call: Call, row: Mechanics) -> Reading:
     return interface(module, call, row)
 
 
+def patches(module: Any, call: Call, row: Mechanics) -> Reading:
+    """The angles are those of patches, the same in every sample; tokens before them do not turn."""
+    cos, sin = (each.reshape(-1, each.shape[-1]) for each in call["position_embeddings"])
+    before = (0, 0, call[row.x].shape[1] - len(cos), 0)
+    angles = (torch.nn.functional.pad(each, before, value=still)[None] for each, still in ((cos, 1.0), (sin, 0.0)))
+    return interface(module, {**call, "position_embeddings": tuple(angles)}, row)
+
+
+def llama4_vision(module: Any, call: Call, row: Mechanics) -> Reading:
+    """It takes a mask and leaves it out."""
+    turns = call["freqs_ci"].reshape(1, call[row.x].shape[1], -1)
+    return Reading(call[row.x], rope=_rope({"position_embeddings": turns}, row.rope))
+
+
 def ministral3(module: Any, call: Call, row: Mechanics) -> Reading:
     """Queries are scaled by their position from ``original_max_position_embeddings`` tokens on."""
     rope, positions = module.config.rope_parameters, call.get("position_ids")
