@@ -249,10 +249,10 @@ def falcon(**kwargs: Any) -> Built:
     )
 
 
-def wav2vec2() -> Built:
+def wav2vec2(prefix: str = "Wav2Vec2") -> Built:
     return hf(
-        "Wav2Vec2Config",
-        "Wav2Vec2Model",
+        f"{prefix}Config",
+        f"{prefix}Model",
         inputs=lambda: {"input_values": torch.randn(1, 80)},
         **(BERT | {"conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (3, 3)}),
         num_feat_extract_layers=2,
@@ -341,6 +341,124 @@ SWIN = {
     "depths": (2, 1),
     "num_heads": (2, 4),
     "window_size": 4,
+}
+
+
+def _tower(
+    model: str,
+    config: str,
+    made: str,
+    cls: str,
+    inputs: Callable[[], dict[str, torch.Tensor]] = pixels,
+    sizes: dict[str, Any] = PIXELS,
+    name: str = "",
+    **kwargs: Any,
+) -> Case:
+    """A part of a model, of classes that are not all at transformers' top."""
+
+    def build() -> Built:
+        where = f"transformers.models.{model}"
+        configured = getattr(importlib.import_module(f"{where}.configuration_{model}"), config)(**(sizes | kwargs))
+        return getattr(importlib.import_module(f"{where}.modeling_{model}"), made)(configured).float(), (), inputs()
+
+    return Case(name or model, _covers(model, cls), build, qkv(4))
+
+
+def noisy_pixels() -> dict[str, torch.Tensor]:
+    """The order in which patches are masked, which would be random."""
+    return pixels() | {"noise": torch.arange(4.0)[None]}
+
+
+def patch_mask() -> dict[str, torch.Tensor]:
+    return pixels() | {"patch_attention_mask": torch.ones(1, 2, 2, dtype=torch.bool)}
+
+
+def flat_patches() -> dict[str, torch.Tensor]:
+    mask = torch.tensor([[1, 1, 1, 1, 0]])
+    return {
+        "pixel_values": torch.randn(1, 5, 48),
+        "pixel_attention_mask": mask,
+        "spatial_shapes": torch.tensor([[2, 2]]),
+    }
+
+
+class Rotates(nn.Module):
+    """An attention layer by itself, with the angles of a row of patches, the first of which does not turn."""
+
+    def __init__(self, attn: nn.Module, name: str, angles: Any) -> None:
+        super().__init__()
+        self.attn, self.name, self.angles = attn, name, angles
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attn(x, attention_mask=None, **{self.name: self.angles})[0]
+
+
+def pixtral() -> Built:
+    """The whole tower packs its images into one row, which no proof by samples can tell apart."""
+    from transformers.models.pixtral import modeling_pixtral as pixtral
+
+    config = pixtral.PixtralVisionConfig(**PIXELS, attn_implementation="sdpa")
+    angles = pixtral.PixtralVisionRotaryEmbedding(config)(
+        torch.randn(4, 4), torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
+    )
+    return Rotates(pixtral.PixtralAttention(config), "position_embeddings", angles), (torch.randn(2, 4, 16),), {}
+
+
+def llama4_vision() -> Built:
+    from transformers.models.llama4 import modeling_llama4 as llama4
+
+    config = llama4.Llama4VisionConfig(**(PIXELS | {"hidden_size": 32}), attn_implementation="sdpa")
+    angles = llama4.Llama4VisionRotaryEmbedding(config).freqs_ci.flip(0)
+    return Rotates(llama4.Llama4VisionAttention(config), "freqs_ci", angles), (torch.randn(2, 5, 32),), {}
+
+
+SEQ2SEQ = {
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "vocab_size": 32,
+    "max_position_embeddings": 40,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+
+
+def _text(model: str, prefix: str, cls: str = "", name: str = "", kv: int = 2, **kwargs: Any) -> Case:
+    """A decoder whose configuration is Llama's, of classes that are not all at transformers' top."""
+
+    def build() -> Built:
+        where = f"transformers.models.{model}"
+        config = getattr(importlib.import_module(f"{where}.configuration_{model}"), f"{prefix}Config")
+        made = getattr(importlib.import_module(f"{where}.modeling_{model}"), f"{prefix}Model")
+        sizes = LLAMA | {"num_key_value_heads": kv, "head_dim": 4} | kwargs
+        return made(config(**sizes)).float(), (), {"input_ids": tokens(), "use_cache": False}
+
+    return Case(name or model, _covers(model, cls or f"{prefix}Attention"), build, qkv(4, kv))
+
+
+EXPERTS = MOE | {
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "shared_expert_intermediate_size": 8,
+}
+ROPE = {"rope_type": "default", "rope_theta": 100.0}
+MROPE = {"rope_parameters": ROPE | {"mrope_section": [1, 1, 0]}}
+HALF_ROPE = {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}, "head_dim": 8}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 4,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
 }
 
 CASES: tuple[Case, ...] = (
@@ -573,8 +691,37 @@ CASES: tuple[Case, ...] = (
             ("roberta", "Roberta"),
             ("xlm_roberta", "XLMRoberta"),
             ("electra", "Electra"),
+            ("camembert", "Camembert"),
+            ("ernie", "Ernie"),
         )
     ),
+    _bert_like("camembert", "Camembert"),
+    _bert_like("ernie", "Ernie"),
+    _bert_like("xlm_roberta_xl", "XLMRobertaXL"),
+    _bert_like("roberta_prelayernorm", "RobertaPreLayerNorm"),
+    Case(
+        "bert_generation",
+        _covers("bert_generation", "BertGenerationSelfAttention"),
+        partial(hf, "BertGenerationConfig", "BertGenerationEncoder", **BERT),
+        qkv(4),
+    ),
+    _bert_like("layoutlm", "LayoutLM"),
+    _bert_like("splinter", "Splinter"),
+    _bert_like(
+        "markuplm",
+        "MarkupLM",
+        max_depth=2,
+        xpath_unit_hidden_size=4,
+        max_xpath_tag_unit_embeddings=8,
+        max_xpath_subs_unit_embeddings=8,
+        tag_pad_id=0,
+        subs_pad_id=0,
+    ),
+    _bert_like("esm", "Esm", pad_token_id=0, mask_token_id=3, position_embedding_type="rotary"),
+    _bert_like("rembert", "RemBert", input_embedding_size=8),
+    _bert_like("megatron_bert", "MegatronBert"),
+    _bert_like("roformer", "RoFormer"),
+    _text("eurobert", "EuroBert"),
     _bert_like("roberta", "Roberta"),
     _bert_like("xlm_roberta", "XLMRoberta"),
     _bert_like("electra", "Electra", embedding_size=8),
@@ -687,6 +834,40 @@ CASES: tuple[Case, ...] = (
         ),
         qkv(2),
     ),
+    _tower(
+        "dinov2_with_registers", "Dinov2WithRegistersConfig", "Dinov2WithRegistersModel", "Dinov2WithRegistersAttention"
+    ),
+    _tower("dinov3_vit", "DINOv3ViTConfig", "DINOv3ViTModel", "DINOv3ViTAttention", num_register_tokens=1),
+    _tower("ijepa", "IJepaConfig", "IJepaModel", "IJepaAttention"),
+    _tower("vit_mae", "ViTMAEConfig", "ViTMAEModel", "ViTMAEAttention", noisy_pixels, mask_ratio=0.0),
+    _tower("vit_msn", "ViTMSNConfig", "ViTMSNModel", "ViTMSNAttention"),
+    _tower("yolos", "YolosConfig", "YolosModel", "YolosSelfAttention", image_size=[8, 8], num_detection_tokens=2),
+    _tower(
+        "videomae",
+        "VideoMAEConfig",
+        "VideoMAEModel",
+        "VideoMAESelfAttention",
+        lambda: {"pixel_values": torch.randn(1, 2, 3, 8, 8)},
+        num_frames=2,
+    ),
+    _tower(
+        "internvl",
+        "InternVLVisionConfig",
+        "InternVLVisionModel",
+        "InternVLVisionAttention",
+        image_size=[8, 8],
+        patch_size=[4, 4],
+    ),
+    Case("pixtral", _covers("pixtral", "PixtralAttention"), pixtral, qkv(4)),
+    Case("llama4-vision", _covers("llama4", "Llama4VisionAttention"), llama4_vision, qkv(4)),
+    _tower("idefics2", "Idefics2VisionConfig", "Idefics2VisionTransformer", "Idefics2VisionAttention", patch_mask),
+    _tower("idefics3", "Idefics3VisionConfig", "Idefics3VisionTransformer", "Idefics3VisionAttention", patch_mask),
+    _tower("smolvlm", "SmolVLMVisionConfig", "SmolVLMVisionTransformer", "SmolVLMVisionAttention", patch_mask),
+    _tower("siglip2", "Siglip2VisionConfig", "Siglip2VisionModel", "Siglip2Attention", flat_patches, num_patches=4),
+    *(
+        Case(model, _covers(model, f"{prefix}Attention"), partial(wav2vec2, prefix), qkv(4))
+        for model, prefix in (("hubert", "Hubert"), ("unispeech", "UniSpeech"))
+    ),
     Case("clip", _covers("clip", "CLIPAttention"), clip, qkv(4)),
     Case(
         "siglip",
@@ -720,28 +901,21 @@ CASES: tuple[Case, ...] = (
         )
         for model, prefix in (("t5", "T5"), ("mt5", "MT5"))
     ),
-    Case(
-        "bart",
-        _covers("bart", "BartAttention"),
-        partial(
-            encoder_decoder,
-            "BartConfig",
-            "BartModel",
-            d_model=16,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=24,
-            decoder_ffn_dim=24,
-            vocab_size=32,
-            max_position_embeddings=40,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=2,
-        ),
-        qkv(4),
+    *(
+        Case(
+            model,
+            _covers(model, f"{prefix}Attention"),
+            partial(encoder_decoder, f"{prefix}Config", f"{prefix}Model", **SEQ2SEQ),
+            qkv(4),
+        )
+        for model, prefix in (
+            ("bart", "Bart"),
+            ("blenderbot", "Blenderbot"),
+            ("m2m_100", "M2M100"),
+            ("marian", "Marian"),
+            ("mbart", "MBart"),
+            ("pegasus", "Pegasus"),
+        )
     ),
     # transformers, decoders with one fused weight
     Case(
@@ -922,6 +1096,90 @@ CASES: tuple[Case, ...] = (
     _llama_like("gpt_oss", "GptOss", head_dim=8, num_local_experts=2, num_experts_per_tok=1),
     _llama_like("starcoder2", "Starcoder2"),
     _llama_like("glm4", "Glm4", head_dim=4),
+    _text("apertus", "Apertus"),
+    _text("arcee", "Arcee"),
+    _text("aria", "AriaText", moe_num_experts=2, moe_topk=1),
+    _text("bamba", "Bamba", attn_layer_indices=[1], **MAMBA),
+    _text("cohere2", "Cohere2", layer_types=["sliding_attention", "full_attention"]),
+    _text("cwm", "Cwm"),
+    _text("dots1", "Dots1", n_shared_experts=1, first_k_dense_replace=1, **EXPERTS),
+    _text("emu3", "Emu3Text", "Emu3Attention"),
+    _text("ernie4_5", "Ernie4_5"),
+    _text("ernie4_5_moe", "Ernie4_5_Moe", **EXPERTS),
+    _text("exaone4", "Exaone4", sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
+    _text("falcon_h1", "FalconH1", key_multiplier=0.5, mamba_d_ssm=32, **MAMBA),
+    _text("flex_olmo", "FlexOlmo", **EXPERTS),
+    _text(
+        "gemma3n",
+        "Gemma3nText",
+        layer_types=["full_attention", "full_attention"],
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=4,
+        vocab_size_per_layer_input=32,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0, 0.0],
+    ),
+    _text(
+        "gemma4",
+        "Gemma4Text",
+        layer_types=["sliding_attention", "full_attention"],
+        global_head_dim=8,
+        hidden_size_per_layer_input=4,
+        vocab_size_per_layer_input=32,
+    ),
+    _text("glm", "Glm"),
+    _text("glm4_moe", "Glm4Moe", use_qk_norm=True, **(EXPERTS | HALF_ROPE)),
+    _text("granite", "Granite", attention_multiplier=0.3),
+    _text("granitemoe", "GraniteMoe", **EXPERTS),
+    _text(
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        layer_types=["attention", "attention"],
+        position_embedding_type="rope",
+        shared_intermediate_size=8,
+        **(EXPERTS | MAMBA),
+    ),
+    _text("granitemoeshared", "GraniteMoeShared", shared_intermediate_size=8, **EXPERTS),
+    _text("helium", "Helium"),
+    _text("hunyuan_v1_dense", "HunYuanDenseV1"),
+    _text("hunyuan_v1_moe", "HunYuanMoEV1", moe_topk=2, **EXPERTS),
+    _text("hyperclovax", "HyperCLOVAX"),
+    _text(
+        "jamba", "Jamba", attn_layer_offset=0, attn_layer_period=2, mamba_d_state=4, use_mamba_kernels=False, **EXPERTS
+    ),
+    _text("lfm2", "Lfm2", layer_types=["conv", "full_attention"]),
+    _text("minimax", "MiniMax", layer_types=["full_attention", "full_attention"], **EXPERTS),
+    _text("minimax_m2", "MiniMaxM2", **EXPERTS),
+    _text("ministral", "Ministral"),
+    _text("ministral3", "Ministral3"),
+    _text("nanochat", "NanoChat"),
+    _text("nemotron", "Nemotron", **HALF_ROPE),
+    _text(
+        "nemotron_h",
+        "NemotronH",
+        layers_block_type=["mamba", "attention"],
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        ssm_state_size=4,
+        n_groups=1,
+        chunk_size=8,
+    ),
+    _text("olmo", "Olmo"),
+    _text("olmo3", "Olmo3"),
+    _text("olmoe", "Olmoe", **EXPERTS),
+    _text("olmoe", "Olmoe", name="olmoe-clipped", clip_qkv=8.0, **EXPERTS),
+    _text("phimoe", "Phimoe", **EXPERTS),
+    _text("qwen2_moe", "Qwen2Moe", **EXPERTS),
+    _text("qwen2_vl", "Qwen2VLText", "Qwen2VLAttention", **MROPE),
+    _text("qwen2_5_vl", "Qwen2_5_VLText", "Qwen2_5_VLAttention", **MROPE),
+    _text("qwen3_vl", "Qwen3VLText", **MROPE),
+    _text("qwen3_vl_moe", "Qwen3VLMoeText", **(EXPERTS | MROPE)),
+    _text("seed_oss", "SeedOss"),
+    _text("smollm3", "SmolLM3", no_rope_layers=[1, 0]),
+    _text("solar_open", "SolarOpen", **EXPERTS),
+    _text("stablelm", "StableLm", rope_parameters=ROPE | {"partial_rotary_factor": 0.5}),
+    _text("stablelm", "StableLm", name="stablelm-qk-norm", qk_layernorm=True),
+    _text("vaultgemma", "VaultGemma"),
     Case("deepseek_v2", _covers("deepseek_v2", "DeepseekV2Attention"), partial(deepseek, "V2", q_lora_rank=None), MLA),
     Case(
         "deepseek_v3",

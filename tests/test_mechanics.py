@@ -23,7 +23,7 @@ from .models import BERT, CASES, LLAMA, Case, deepseek, falcon, hf
 from .test_jacobian import jacobian
 
 COVERED = {name for row in MECHANICS for name in row.classes}
-OUTPUTS = ("o_proj", "Wo", "out_proj", "c_proj", "dense", "proj", "o", "out_lin")
+OUTPUTS = ("o_proj", "Wo", "out_proj", "c_proj", "dense", "proj", "o", "out_lin", "projection_layer")
 """Output projections inside attention classes; the BERT kind has none and returns the heads."""
 
 TOLERANCE = 3e-5
@@ -139,6 +139,8 @@ REFUSED_BY_CONFIGURATION = {
     "deberta_v2-shared": "relative_attention",
     "deberta_v2-positions": "relative_attention",
     "mpt": "clip_qkv",
+    "olmoe-clipped": "config.clip_qkv",
+    "stablelm-qk-norm": "qk_layernorm",
 }
 CHECKED = [case for case in CASES if case.covers in COVERED]
 

@@ -93,8 +93,12 @@ def one_row(number: int):
     return lambda shape: (..., number, slice(None))
 
 
-ACROSS_HEADS = {"timm-eva-separate": "norm", "olmo2": "q_norm"}
-"""Norms that mix the heads; taken out, so that the rest shows."""
+ACROSS_HEADS = (
+    {"timm-eva-separate": "norm"}
+    | dict.fromkeys(("olmo2", "olmo3", "olmoe", "olmoe-clipped", "flex_olmo", "minimax_m2"), "q_norm")
+    | dict.fromkeys(("gemma3n", "gemma4"), "v_norm")
+)
+"""Norms that mix the heads, or the rows of values; taken out, so that the rest shows."""
 MIXED_QUERIES = ("timm-cait", "nystromformer")
 """Where all heads' scores meet: talking heads, and a pseudoinverse scaled by their common maximum. Values do not."""
 

@@ -109,6 +109,11 @@ def _hf(
     return Family(tuple(f"{where}.{name}" for name in names), layout, _output(output), source, rule, **flags)  # type: ignore[arg-type]
 
 
+def _each(names: str, layout: Layout, rule: str = "", **places: object) -> tuple[Family, ...]:
+    """Rows of transformers' classes that are alike; ``names`` are "model:Class", separated by spaces."""
+    return tuple(_hf(*name.split(":"), layout, rule, **places) for name in names.split())  # type: ignore[arg-type, call-arg]
+
+
 def _output(given: Output | str) -> Output:
     return given if isinstance(given, Output) else Output(given)
 
@@ -257,6 +262,17 @@ FAMILIES: tuple[Family, ...] = (
         "projections of relative positions are Q and K heads of their own; with share_att_key the same as content's",
         output=_BESIDE,
     ),
+    *_each(
+        "camembert:CamembertSelfAttention camembert:CamembertCrossAttention ernie:ErnieSelfAttention "
+        "ernie:ErnieCrossAttention xlm_roberta_xl:XLMRobertaXLSelfAttention "
+        "roberta_prelayernorm:RobertaPreLayerNormSelfAttention bert_generation:BertGenerationSelfAttention "
+        "layoutlm:LayoutLMSelfAttention splinter:SplinterSelfAttention markuplm:MarkupLMSelfAttention "
+        "esm:EsmSelfAttention rembert:RemBertSelfAttention megatron_bert:MegatronBertSelfAttention "
+        "roformer:RoFormerSelfAttention",
+        _BERT,
+        output=_BESIDE,
+    ),
+    *_each("eurobert:EuroBertAttention", _BY_CONFIG, _PER_KV),
     _hf("modernbert", "ModernBertAttention", Blocked("Wqkv", head_dim="head_dim"), output="Wo"),
     # transformers, vision, audio, detection.
     _hf("vit", "ViTAttention", Separate(_HEADS)),
@@ -265,6 +281,19 @@ FAMILIES: tuple[Family, ...] = (
     _hf("beit", "BeitAttention", Separate(_HEADS, head_dim="head_dim"), _TABLE),
     _hf("swin", "SwinAttention", Separate("num_attention_heads", head_dim="head_dim"), _TABLE),
     _hf("swinv2", "Swinv2SelfAttention", _BERT, "logit_scale and continuous position bias untouched", output=_BESIDE),
+    *_each(
+        "dinov2_with_registers:Dinov2WithRegistersAttention dinov3_vit:DINOv3ViTAttention ijepa:IJepaAttention "
+        "llama4:Llama4VisionAttention pixtral:PixtralAttention vit_mae:ViTMAEAttention vit_msn:ViTMSNAttention",
+        _BY_HEAD_DIM,
+    ),
+    *_each("videomae:VideoMAESelfAttention yolos:YolosSelfAttention", _BERT, output=_BESIDE),
+    _hf("internvl", "InternVLVisionAttention", _BY_HEAD_DIM, _QK_NORM, output="projection_layer"),
+    *_each(
+        "idefics2:Idefics2VisionAttention idefics3:Idefics3VisionAttention siglip2:Siglip2Attention "
+        "smolvlm:SmolVLMVisionAttention",
+        _BART,
+        output="out_proj",
+    ),
     _hf("clip", "CLIPAttention", _BART, output="out_proj"),
     _hf("siglip", "SiglipAttention", _BART, "the pooling head is nn.MultiheadAttention", output="out_proj"),
     _hf("detr", "DetrSelfAttention DetrCrossAttention", _BY_HEAD_DIM, "positions are added before Q and K"),
@@ -276,11 +305,18 @@ FAMILIES: tuple[Family, ...] = (
         output=Output(reason="no V"),
     ),
     _hf("wav2vec2", "Wav2Vec2Attention", _BART, output="out_proj"),
+    *_each("hubert:HubertAttention unispeech:UniSpeechAttention", _BART, output="out_proj"),
     _hf("whisper", "WhisperAttention", _BART, output="out_proj"),
     # transformers, encoder-decoders.
     _hf("t5", "T5Attention", _T5, f"{_TABLE}; the missing 1/sqrt(d) is left as the model has it", output="o"),
     _hf("mt5", "MT5Attention", _T5, f"{_TABLE}; the missing 1/sqrt(d) is left as the model has it", output="o"),
     _hf("bart", "BartAttention", _BART, output="out_proj"),
+    *_each(
+        "blenderbot:BlenderbotAttention m2m_100:M2M100Attention marian:MarianAttention mbart:MBartAttention "
+        "pegasus:PegasusAttention",
+        _BART,
+        output="out_proj",
+    ),
     # transformers, decoders with one fused weight.
     _hf(
         "gpt2",
@@ -383,6 +419,39 @@ FAMILIES: tuple[Family, ...] = (
     _hf("gpt_oss", "GptOssAttention", _BY_CONFIG, f"{_PER_KV}; sinks untouched"),
     _hf("starcoder2", "Starcoder2Attention", _BY_CONFIG, _PER_KV),
     _hf("glm4", "Glm4Attention", _BY_CONFIG, _PER_KV),
+    *_each(
+        "arcee:ArceeAttention aria:AriaTextAttention bamba:BambaAttention cohere2:Cohere2Attention cwm:CwmAttention "
+        "emu3:Emu3Attention ernie4_5:Ernie4_5Attention ernie4_5_moe:Ernie4_5_MoeAttention "
+        "falcon_h1:FalconH1Attention glm:GlmAttention granite:GraniteAttention granitemoe:GraniteMoeAttention "
+        "granitemoehybrid:GraniteMoeHybridAttention granitemoeshared:GraniteMoeSharedAttention helium:HeliumAttention "
+        "hyperclovax:HyperCLOVAXAttention jamba:JambaAttention minimax:MiniMaxAttention ministral:MinistralAttention "
+        "ministral3:Ministral3Attention nemotron:NemotronAttention nemotron_h:NemotronHAttention olmo:OlmoAttention "
+        "phimoe:PhimoeAttention qwen2_moe:Qwen2MoeAttention qwen2_vl:Qwen2VLAttention "
+        "qwen2_5_vl:Qwen2_5_VLAttention seed_oss:SeedOssAttention smollm3:SmolLM3Attention "
+        "solar_open:SolarOpenAttention vaultgemma:VaultGemmaAttention",
+        _BY_CONFIG,
+        _PER_KV,
+    ),
+    *_each(
+        "apertus:ApertusAttention dots1:Dots1Attention exaone4:Exaone4Attention flex_olmo:FlexOlmoAttention "
+        "glm4_moe:Glm4MoeAttention hunyuan_v1_dense:HunYuanDenseV1Attention hunyuan_v1_moe:HunYuanMoEV1Attention "
+        "minimax_m2:MiniMaxM2Attention olmo3:Olmo3Attention olmoe:OlmoeAttention qwen3_vl:Qwen3VLTextAttention "
+        "qwen3_vl_moe:Qwen3VLMoeTextAttention stablelm:StableLmAttention nanochat:NanoChatAttention",
+        _BY_CONFIG,
+        f"{_PER_KV}; {_QK_NORM}",
+    ),
+    *_each(
+        "gemma3n:Gemma3nTextAttention gemma4:Gemma4TextAttention",
+        Joined(
+            (
+                Blocked("q_proj", head_dim="head_dim", roles="q"),
+                IfPresent("k_proj", Blocked("k_proj", head_dim="head_dim", roles="k")),
+                IfPresent("v_proj", Blocked("v_proj", head_dim="head_dim", roles="v")),
+            )
+        ),
+        f"{_PER_KV}; {_QK_NORM}; a layer may use the keys and values of an earlier one",
+    ),
+    *_each("lfm2:Lfm2Attention", _BY_CONFIG, f"{_PER_KV}; {_QK_NORM}", output="out_proj"),
     _hf("deepseek_v2", "DeepseekV2Attention", _MLA, _MLA_RULE),
     _hf("deepseek_v3", "DeepseekV3Attention", _MLA, _MLA_RULE, permuted="rope"),
 )

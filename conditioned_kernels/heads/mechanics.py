@@ -36,7 +36,7 @@ class Mechanics:
     x, memory, mask, memory_mask, bias : names of arguments: the tokens, those of keys and values, the mask, the mask
         where there is memory, and what is added to the logits. "" for none.
     scale : attribute with the logits' scale; "" for 1 / sqrt(head_dim).
-    rope : "" for none; both kinds of "halves" pair coordinate i with i + rotated / 2, all kinds of "pairs" 2i with
+    rope : "" for none; all kinds of "halves" pair coordinate i with i + rotated / 2, all kinds of "pairs" 2i with
         2i + 1; the rest says how the call stores the angles.
     rope_switch : attribute that says whether this layer rotates.
     softcap, sink : attributes with the soft cap, and with the logits of the sink.
@@ -46,7 +46,7 @@ class Mechanics:
     fixed : labels of other projections, which the Jacobian holds fixed.
     biases : attributes with biases that are kept apart from the projection, with {role} in the name.
     image : the tokens are an image, features first.
-    refused : (attribute, reason): a true value there is not covered.
+    refused : (attribute path, reason): a true value there is not covered.
     """
 
     classes: tuple[str, ...]
@@ -79,6 +79,11 @@ REFUSED = {
     ),
     "transformers.models.nystromformer.modeling_nystromformer.NystromformerSelfAttention": (
         "its landmarks go through an iterated inverse, and a convolution adds a second path from W_V to the output"
+    ),
+    "transformers.models.gemma3n.modeling_gemma3n.Gemma3nTextAttention": "it normalizes the values too",
+    "transformers.models.gemma4.modeling_gemma4.Gemma4TextAttention": "it normalizes the values too",
+    "transformers.models.roformer.modeling_roformer.RoFormerSelfAttention": (
+        "its angles come in a form of their own, and may turn the values too"
     ),
     "transformers.models.detr.modeling_detr.DetrMHAttentionMap": "it has no values",
 }
@@ -145,7 +150,10 @@ def attention_heads(
             "weights work all the same, and conditioned_kernels.AttentionHeads takes the problem in numbers"
         )
     for path, reason in row.refused:
-        if getattr(module, path, None) is not None and getattr(module, path) is not False:
+        value: Any = module
+        for part in path.split("."):
+            value = getattr(value, part, None)
+        if value is not None and value is not False:
             raise NoJacobian(f"{name} with {path} is not covered: {reason}")
     try:
         with torch.no_grad(), quiet_parametrizations(module):
@@ -231,10 +239,18 @@ def _hf(model: str, classes: str, **places: Any) -> Mechanics:
     )
 
 
+def _each(names: str, **places: Any) -> Mechanics:
+    """One row for classes of transformers that are alike; ``names`` are "model:Class", separated by spaces."""
+    classes = (name.split(":") for name in names.split())
+    full = tuple(f"transformers.models.{model}.modeling_{model}.{cls}" for model, cls in classes)
+    return Mechanics(full, places.pop("read", read_transformers.interface), **places)
+
+
 def _timm(classes: str, read: Callable[[nn.Module, Call, Mechanics], Reading], **places: Any) -> Mechanics:
     return Mechanics(tuple(f"timm.{name}" for name in classes.split()), read, **({"scale": "scale"} | places))
 
 
+_CLIPPED = "clipped queries, keys and values do not follow their weights"
 _ROTARY: dict[str, Any] = {"rope": "halves"}
 _NORMED: dict[str, Any] = {"rope": "halves", "norms": ("q_norm", "k_norm")}
 _CROSS: dict[str, Any] = {"memory": "key_value_states"}
@@ -278,6 +294,16 @@ MECHANICS: tuple[Mechanics, ...] = (
     _hf("albert", "AlbertAttention"),
     _hf("distilbert", "DistilBertSelfAttention"),
     _hf("mpnet", "MPNetSelfAttention", bias="position_bias", scale=""),
+    _each(
+        "camembert:CamembertSelfAttention ernie:ErnieSelfAttention "
+        "xlm_roberta_xl:XLMRobertaXLSelfAttention roberta_prelayernorm:RobertaPreLayerNormSelfAttention "
+        "bert_generation:BertGenerationSelfAttention layoutlm:LayoutLMSelfAttention splinter:SplinterSelfAttention "
+        "markuplm:MarkupLMSelfAttention"
+    ),
+    _each("rembert:RemBertSelfAttention megatron_bert:MegatronBertSelfAttention", scale=""),
+    _each("esm:EsmSelfAttention", scale="", **_ROTARY),
+    _each("camembert:CamembertCrossAttention ernie:ErnieCrossAttention", memory="encoder_hidden_states"),
+    _each("eurobert:EuroBertAttention", **_ROTARY),
     _hf("modernbert", "ModernBertAttention", scale="", **_ROTARY),
     _hf(
         "deberta_v2",
@@ -290,6 +316,23 @@ MECHANICS: tuple[Mechanics, ...] = (
     _hf("dinov2", "Dinov2Attention"),
     _hf("clip", "CLIPAttention", scale="scale"),
     _hf("siglip", "SiglipAttention", scale="scale"),
+    _each(
+        "dinov2_with_registers:Dinov2WithRegistersAttention ijepa:IJepaAttention vit_mae:ViTMAEAttention "
+        "vit_msn:ViTMSNAttention videomae:VideoMAESelfAttention yolos:YolosSelfAttention"
+    ),
+    _each(
+        "idefics2:Idefics2VisionAttention idefics3:Idefics3VisionAttention siglip2:Siglip2Attention "
+        "smolvlm:SmolVLMVisionAttention",
+        scale="scale",
+    ),
+    _each("internvl:InternVLVisionAttention", scale="scale", norms=("q_norm", "k_norm")),
+    _each("dinov3_vit:DINOv3ViTAttention pixtral:PixtralAttention", read=read_transformers.patches, **_ROTARY),
+    _each(
+        "llama4:Llama4VisionAttention",
+        read=read_transformers.llama4_vision,
+        scale="",
+        rope="pairs, as complex numbers",
+    ),
     _hf("beit", "BeitAttention"),
     _hf("swin", "SwinAttention", read=read_transformers.swin),
     _hf("swinv2", "Swinv2SelfAttention", read=read_transformers.swinv2),
@@ -299,6 +342,11 @@ MECHANICS: tuple[Mechanics, ...] = (
     _hf("t5", "T5Attention", mask="mask", bias="position_bias", **_CROSS),
     _hf("mt5", "MT5Attention", mask="mask", bias="position_bias", **_CROSS),
     _hf("bart", "BartAttention", **_CROSS),
+    _each(
+        "blenderbot:BlenderbotAttention m2m_100:M2M100Attention marian:MarianAttention mbart:MBartAttention "
+        "pegasus:PegasusAttention hubert:HubertAttention unispeech:UniSpeechAttention",
+        **_CROSS,
+    ),
     _hf("whisper", "WhisperAttention", **_CROSS),
     # transformers, decoders.
     _hf("gpt2", "GPT2Attention", memory="encoder_hidden_states", memory_mask="encoder_attention_mask"),
@@ -310,7 +358,7 @@ MECHANICS: tuple[Mechanics, ...] = (
         "MptAttention",
         read=read_transformers.mpt,
         scale="softmax_scale",
-        refused=(("clip_qkv", "clipped queries, keys and values do not follow their weights"),),
+        refused=(("clip_qkv", _CLIPPED),),
     ),
     _hf("codegen", "CodeGenAttention", rope="pairs, sin before cos"),
     _hf("gptj", "GPTJAttention", rope="pairs, sin before cos"),
@@ -343,6 +391,43 @@ MECHANICS: tuple[Mechanics, ...] = (
     _hf("starcoder2", "Starcoder2Attention", **_ROTARY),
     _hf("cohere", "CohereAttention", rope="pairs", norms=("q_norm", "k_norm")),
     _hf("glm4", "Glm4Attention", rope="pairs, stored in halves"),
+    _each(
+        "arcee:ArceeAttention aria:AriaTextAttention bamba:BambaAttention cwm:CwmAttention emu3:Emu3Attention "
+        "granite:GraniteAttention granitemoe:GraniteMoeAttention granitemoehybrid:GraniteMoeHybridAttention "
+        "granitemoeshared:GraniteMoeSharedAttention hyperclovax:HyperCLOVAXAttention minimax:MiniMaxAttention "
+        "ministral:MinistralAttention nemotron:NemotronAttention phimoe:PhimoeAttention qwen2_moe:Qwen2MoeAttention "
+        "qwen2_vl:Qwen2VLAttention qwen2_5_vl:Qwen2_5_VLAttention seed_oss:SeedOssAttention "
+        "solar_open:SolarOpenAttention",
+        **_ROTARY,
+    ),
+    _each(
+        "apertus:ApertusAttention dots1:Dots1Attention flex_olmo:FlexOlmoAttention glm4_moe:Glm4MoeAttention "
+        "minimax_m2:MiniMaxM2Attention olmo3:Olmo3Attention qwen3_vl:Qwen3VLTextAttention "
+        "qwen3_vl_moe:Qwen3VLMoeTextAttention",
+        **_NORMED,
+    ),
+    _each("jamba:JambaAttention nemotron_h:NemotronHAttention"),
+    _each("smollm3:SmolLM3Attention", rope_switch="use_rope", **_ROTARY),
+    _each("cohere2:Cohere2Attention", rope="pairs", rope_switch="sliding_window"),
+    _each("vaultgemma:VaultGemmaAttention", softcap="attn_logit_softcapping", **_ROTARY),
+    _each(
+        "ernie4_5:Ernie4_5Attention ernie4_5_moe:Ernie4_5_MoeAttention glm:GlmAttention helium:HeliumAttention",
+        rope="pairs, stored in halves",
+    ),
+    _each("olmo:OlmoAttention", refused=(("config.clip_qkv", _CLIPPED),), **_ROTARY),
+    _each("olmoe:OlmoeAttention", refused=(("config.clip_qkv", _CLIPPED),), **_NORMED),
+    _each("exaone4:Exaone4Attention", read=read_transformers.exaone, **_NORMED),
+    _each("falcon_h1:FalconH1Attention", read=read_transformers.falcon_h1, **_ROTARY),
+    _each("stablelm:StableLmAttention", refused=(("qk_layernorm", "its norms are one per head"),), **_ROTARY),
+    _each("lfm2:Lfm2Attention", rope="halves", norms=("q_layernorm", "k_layernorm")),
+    _each(
+        "hunyuan_v1_dense:HunYuanDenseV1Attention hunyuan_v1_moe:HunYuanMoEV1Attention",
+        rope="halves",
+        norms=("query_layernorm", "key_layernorm"),
+        norm_first=False,
+    ),
+    _each("nanochat:NanoChatAttention", rope="halves, backwards", norms=("q_norm", "k_norm"), norm_first=False),
+    _each("ministral3:Ministral3Attention", read=read_transformers.ministral3, **_ROTARY),
     _hf("deepseek_v2", "DeepseekV2Attention", rope="pairs, as complex numbers", **_LATENT),
     _hf("deepseek_v3", "DeepseekV3Attention", rope="pairs, stored in halves", **_LATENT),
 )

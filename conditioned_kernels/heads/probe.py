@@ -350,7 +350,7 @@ def _comparisons(projection: Projection, channel: bool) -> tuple[Comparison, ...
     """What a reading may be, the likeliest first."""
     if projection.role == "v":
         exact = tuple(partial(place, _same, _same) for place in (_first_token, _along_tokens, _any_token))
-        return *exact, partial(_first_token, _rows, _rows)
+        return *exact, partial(_first_token, _rows, _rows), partial(_first_token, _vectors, _vectors)
     if channel:
         return (_per_channel,)
     return (

@@ -67,6 +67,8 @@ def _mask(module: Any, call: Call, mask: object, memory: Tensor | None) -> Tenso
         raise NoJacobian("its call packs several sequences into one row, whose ends only the kernel is told")
     kept = None if mask is None else mask.bool()[:, None, None, :]
     window = getattr(module, "sliding_window", getattr(getattr(module, "config", None), "sliding_window", None))
+    if not window or getattr(module, "is_sliding", None) is False:
+        window = None  # Qwen 2 MoE says 0 for none, EXAONE 4 keeps the size in layers that have no window.
     if kind == "eager" or tokens == 1 or (window is None and not causal):
         return kept
     position = torch.arange(keys, device=x.device)
@@ -104,9 +106,11 @@ def _rope(call: Call, kind: str) -> Rotary:
     cos, sin = given[::-1] if kind == "pairs, sin before cos" else given
     if kind == "pairs, stored in halves":
         cos, sin = (each[..., : each.shape[-1] // 2] for each in (cos, sin))
+    if kind == "halves, backwards":
+        sin = -sin
     if kind == "halves, stored once":
         cos, sin = (torch.cat((each, each), -1) for each in (cos, sin))
-    elif kind not in ("halves", "pairs"):
+    elif kind not in ("halves", "halves, backwards", "pairs"):
         cos, sin = (each.repeat_interleave(2, -1) for each in (cos, sin))
     return Rotary(cos[:, None], sin[:, None], interleaved=kind.startswith("pairs"))
 
@@ -117,6 +121,42 @@ def llama4(module: Any, call: Call, row: Mechanics) -> Reading:
     if tuned and not module.use_rope and tokens >= module.floor_scale:
         raise NoJacobian(f"its queries are scaled by position from token {module.floor_scale} on")
     return interface(module, call, row)
+
+
+def patches(module: Any, call: Call, row: Mechanics) -> Reading:
+    """The angles are those of patches, the same in every sample; tokens before them do not turn."""
+    cos, sin = (each.reshape(-1, each.shape[-1]) for each in call["position_embeddings"])
+    before = (0, 0, call[row.x].shape[1] - len(cos), 0)
+    angles = (torch.nn.functional.pad(each, before, value=still)[None] for each, still in ((cos, 1.0), (sin, 0.0)))
+    return interface(module, {**call, "position_embeddings": tuple(angles)}, row)
+
+
+def llama4_vision(module: Any, call: Call, row: Mechanics) -> Reading:
+    """It takes a mask and leaves it out."""
+    turns = call["freqs_ci"].reshape(1, call[row.x].shape[1], -1)
+    return Reading(call[row.x], rope=_rope({"position_embeddings": turns}, row.rope))
+
+
+def ministral3(module: Any, call: Call, row: Mechanics) -> Reading:
+    """Queries are scaled by their position from ``original_max_position_embeddings`` tokens on."""
+    rope, positions = module.config.rope_parameters, call.get("position_ids")
+    start = rope.get("original_max_position_embeddings")
+    last = call[row.x].shape[1] - 1 if positions is None else int(positions.max())
+    if rope.get("llama_4_scaling_beta") and last >= start:
+        raise NoJacobian(f"its queries are scaled by position from token {start} on")
+    return interface(module, call, row)
+
+
+def exaone(module: Any, call: Call, row: Mechanics) -> Reading:
+    """Where some layers have a window, the others do not rotate."""
+    rotates = module.sliding_window is None or module.is_sliding
+    return interface(module, call, row if rotates else replace(row, rope=""))
+
+
+def falcon_h1(module: Any, call: Call, row: Mechanics) -> Reading:
+    """Keys have a multiplier, which is as good as one of the logits."""
+    reading = interface(module, call, row)
+    return replace(reading, scale=module.scaling * module.key_multiplier)
 
 
 def bloom(module: Any, call: Call, row: Mechanics) -> Reading:

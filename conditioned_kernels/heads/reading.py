@@ -69,6 +69,25 @@ _NORMS: dict[str, tuple[str, float, str]] = {
     "transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2RMSNorm": ("rms", 0.0, "variance_epsilon"),
     "transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3RMSNorm": ("rms", 0.0, "variance_epsilon"),
     "transformers.models.cohere.modeling_cohere.CohereLayerNorm": ("layer", 0.0, "variance_epsilon"),
+    "transformers.models.nanochat.modeling_nanochat.NanoChatRMSNorm": ("rms", 0.0, "eps"),
+    **{
+        f"transformers.models.{model}.modeling_{model}.{prefix}RMSNorm": ("rms", 0.0, "variance_epsilon")
+        for model, prefix in (
+            ("apertus", "Apertus"),
+            ("dots1", "Dots1"),
+            ("exaone4", "Exaone4"),
+            ("flex_olmo", "FlexOlmo"),
+            ("glm4_moe", "Glm4Moe"),
+            ("hunyuan_v1_dense", "HunYuanDenseV1"),
+            ("hunyuan_v1_moe", "HunYuanMoEV1"),
+            ("lfm2", "Lfm2"),
+            ("minimax_m2", "MiniMaxM2"),
+            ("olmo3", "Olmo3"),
+            ("olmoe", "Olmoe"),
+            ("qwen3_vl", "Qwen3VLText"),
+            ("qwen3_vl_moe", "Qwen3VLMoeText"),
+        )
+    },
 }
 """Norms: kind, what is added to the stored gain, and the attribute of eps."""
 
