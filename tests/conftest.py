@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,9 @@ settings.load_profile("suite")
 
 # So that tests can import benchmarks/; behind everything installed, which is what is tested.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+# A shell starts background jobs with SIGINT ignored, which the programs that tests interrupt would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Matrices here are small, and two threads that wait for each other on a busy machine are far slower than one.
 torch.set_num_threads(1)
